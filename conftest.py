@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 pytest_plugins = ["pytester"]
 
@@ -14,7 +14,7 @@ pytest_plugins = ["pytester"]
 def pytest_configure(config: pytest.Config) -> None:
     """Give distributed tests more time on a busy machine."""
     if config.getoption("--comm-timeout") is None:
-        config.option.comm_timeout = under_load(120)
+        config.option.comm_timeout = extend_under_load(120)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,4 +1,4 @@
-"""Define the tasks; `check`, `fuzz`, `record` and `accept` are test tiers (tests/README.md)."""
+"""Define the tasks; tests/README.md describes the test tiers from `check` to `release`."""
 
 import runpy
 import shutil
@@ -23,7 +23,7 @@ def check(session: nox.Session) -> None:
     session.run("mypy")
     session.run("mypy", "benchmarks/run.py")
     session.run("lint-imports")
-    quick = ("-m", "not costly", "--hypothesis-profile", "quick")
+    quick = ("-m", "not costly and not release", "--hypothesis-profile", "quick")
     session.run("pytest", "-q", "-n", "2", *quick, *(session.posargs or UNIT))
 
 
@@ -33,7 +33,7 @@ def fuzz(session: nox.Session) -> None:
     session.run("pytest", "-q", "-n", "2", *(session.posargs or UNIT))
     session.run("python", "tests/fuzzing.py", "--mutations", "50000", "--seed", "7")
     plans = "tests/acceptance/test_random_plans.py"
-    session.run("pytest", "-q", plans, env={"RANDOM_PLANS_TIMES": "10"})
+    session.run("pytest", "-q", "-m", "", plans, env={"RANDOM_PLANS_TIMES": "10"})
 
 
 @nox.session
@@ -48,9 +48,15 @@ def record(session: nox.Session) -> None:
 
 @nox.session
 def accept(session: nox.Session) -> None:
-    """Run all tests, with real ranks."""
+    """Run everything that a change needs, with real ranks."""
     session.run("pytest", "--world-size", "4", "examples")
     session.run("pytest", "-n", "4", "--dist", "worksteal", *session.posargs)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Run the long tests that only a release needs; `accept` runs a smaller case of each."""
+    session.run("pytest", "-n", "4", "--dist", "worksteal", "-m", "release", *session.posargs)
 
 
 @nox.session

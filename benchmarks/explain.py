@@ -128,7 +128,7 @@ def main() -> int:
         compared = time.process_time()
         explanation = explain(old, new)
         explained_s = time.process_time() - compared
-        steps = [step.kind for step in explanation.steps]
+        steps = [type(step).__name__ for step in explanation.steps]
         print(
             f"{name:34} {explained_s:6.3f} s, {explained_s / (compared - started):6.0f} x totals, "
             f"{'exact' if explanation.is_exact else 'rows left'}: {', '.join(steps) or 'no step'}"

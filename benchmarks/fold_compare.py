@@ -70,7 +70,7 @@ def main() -> None:
 def _pass(profile: CommProfile) -> None:
     stored = format_profile(profile)
     started = time.process_time()
-    new = SnapshotText.of(profile, where="recorded")
+    new = SnapshotText.from_profile(profile, where="recorded")
     written = time.process_time()
     # This compares only the texts.
     assert SnapshotText(stored, where="stored") == new

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pytest_fsdp_comm import CommMode
-from pytest_fsdp_comm.simulation.world import simulated
+from pytest_fsdp_comm.simulation.world import simulate_rank
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 layouts = importlib.import_module("layouts")
@@ -107,7 +107,7 @@ def _run(pipe: Any, config: str, mesh: dict[str, int], layers: int, is_recorded:
     importlib.import_module("transformers.models.llama.modeling_llama")
     dist.init_process_group("fake", rank=0, world_size=math.prod(mesh.values()), store=FakeStore())
     started = time.process_time()
-    with simulated(answers=True):
+    with simulate_rank(answers=True):
         device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
         model = layouts.build(configuration, device_mesh)
         optimizer = torch.optim.AdamW(model.parameters())

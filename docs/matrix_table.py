@@ -1,4 +1,4 @@
-"""Write the table of docs/limits.md from docs/matrix: `python docs/matrix_table.py`."""
+"""Write the table of docs/torch-versions.md from docs/matrix: `python docs/matrix_table.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
-PAGE = DOCS / "limits.md"
+PAGE = DOCS / "torch-versions.md"
 START, END = "<!-- table -->\n\n", "\n<!-- end of table -->"
 PACKAGES = ("pytest", "syrupy", "pytest-xdist", "jinja2")
 

@@ -23,7 +23,8 @@ VARIABLES = {
     "LOCAL_RANK, LOCAL_WORLD_SIZE": "set by the launcher: rank and number of ranks on this machine",
     "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK, PMI_RANK, PMI_SIZE, "
     "MPI_LOCALRANKID, SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID": "set by `mpirun` and "
-    "`srun`: [translate them](../launchers.md#mpirun-and-srun) to the variables above",
+    "`srun`: [translate them](../how-to/gpus-and-clusters.md#mpirun-and-srun) to the variables "
+    "above",
     "CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES": "the GPUs that tests may use; in each rank, the "
     "GPUs of its test",
     "OMP_NUM_THREADS": "set to 1 in ranks if unset",
@@ -32,10 +33,11 @@ VARIABLES = {
     "PYTEST_ADDOPTS": "read by pytest: arguments to put before those of the command line",
     "CI, BUILD_NUMBER": "if one is set, failed comparisons show everything, as with `-vv`",
     "GITHUB_ACTIONS, GITHUB_STEP_SUMMARY, GITHUB_WORKSPACE, GITHUB_SERVER_URL, GITHUB_REPOSITORY, "
-    "GITHUB_SHA, GITHUB_HEAD_REF, GITHUB_REF_NAME": "set by GitHub: failed comparisons appear as "
-    "annotations and in the step summary; the report links the commit",
-    "CI_PROJECT_URL, CI_PROJECT_DIR, CI_COMMIT_SHA, CI_COMMIT_REF_NAME": "set by GitLab: summaries "
-    "and the report link lines of the commit",
+    "GITHUB_SHA, GITHUB_HEAD_REF, GITHUB_REF_NAME, GITHUB_RUN_ID": "set by GitHub: failed "
+    "comparisons appear as annotations and in the step summary, which links the run's artifacts; "
+    "the report links the commit",
+    "CI_PROJECT_URL, CI_PROJECT_DIR, CI_COMMIT_SHA, CI_COMMIT_REF_NAME, CI_JOB_ID": "set by "
+    "GitLab: summaries and the report link lines of the commit, and summaries the job's artifacts",
     "TORCH_FR_BUFFER_SIZE": "read by torch: the capacity of its flight recorder, in collectives; "
     "with 0, recordings are not checked against it",
 }

@@ -44,8 +44,10 @@ from pytest_fsdp_comm.errors import (
 if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.events import (
         Answer,
+        Beside,
         Collective,
         Gap,
+        HostWait,
         Phase,
         Recording,
         Redistribution,
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answer",
+    "Beside",
     "Collective",
     "CommMode",
     "CommProfile",
@@ -71,6 +74,7 @@ __all__ = [
     "EmptyRecordingError",
     "FsdpCommError",
     "Gap",
+    "HostWait",
     "IncompleteRecordingError",
     "MakeDeviceMesh",
     "MeshAxis",
@@ -92,7 +96,9 @@ __all__ = [
 _LAZY = {
     name: module
     for module, names in {
-        "comm.events": "Answer Collective Gap Phase Recording Redistribution Reshard Source",
+        "comm.events": (
+            "Answer Beside Collective Gap HostWait Phase Recording Redistribution Reshard Source"
+        ),
         "comm.mesh": "MeshAxis",
         "comm.profile": "CommProfile",
         "fixtures": "DistInfo MakeDeviceMesh",

@@ -8,16 +8,23 @@ from typing import Any, Final
 
 import pytest
 
-from pytest_fsdp_comm.options import MARKER_NAME, OPTIONS
+from pytest_fsdp_comm.errors import printable
+from pytest_fsdp_comm.options import MARKER_NAME, OPTIONS, find_first_page
 from pytest_fsdp_comm.reports.ci.outcomes import (
-    Comparisons,
     FailedTest,
     Outcomes,
     Place,
     read_origin,
 )
-from pytest_fsdp_comm.snapshots.failed_comparison import HANGS_AT, comparisons_of, reason_of
+from pytest_fsdp_comm.reports.explanation import Failure, write_headline
+from pytest_fsdp_comm.snapshots.failed_comparison import (
+    HANGS_AT,
+    compared_files,
+    failure_of,
+    reason_of,
+)
 from pytest_fsdp_comm.snapshots.unused import UnusedSnapshots
+from pytest_fsdp_comm.text.files import write_atomically
 from pytest_fsdp_comm.text.words import show_path
 
 _FINISHED: Final = frozenset(
@@ -54,28 +61,26 @@ class CiSession:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect the comparisons and failures of each test."""
-        comparisons = comparisons_of(report)
-        if comparisons is not None:
-            self._compared[report.nodeid] = comparisons.files
+        files, failure = compared_files(report), failure_of(report)
+        if files is not None:
+            self._compared[report.nodeid] = files
         if report.when == "setup" and not report.failed:
             self._failed.pop(report.nodeid, None)
-        is_ours = comparisons is not None or MARKER_NAME in report.keywords
-        # No headline means that no comparison differed, so the test failed for a different reason.
-        differing = comparisons if comparisons and comparisons.headline else Comparisons()
+        is_ours = files is not None or MARKER_NAME in report.keywords
         # A test with subtests can fail several times. Report its first failed comparison, or its
         # first failure if no comparison failed.
         previous = self._failed.get(report.nodeid)
-        is_reported = previous is None or (differing.headline and not previous.comparisons.headline)
+        is_reported = previous is None or (failure is not None and previous.failure is None)
         if report.failed and is_ours and is_reported:
-            reason = differing.headline or reason_of(report) or "failed"
+            reason = (write_headline(failure) if failure else reason_of(report)) or "failed"
             hangs_at = getattr(report, HANGS_AT, "")
-            sent = ((hangs_at, reason),) if hangs_at else differing.sent
+            sent = [(hangs_at, reason)] if hangs_at else _list_site_texts(failure)
             self._failed[report.nodeid] = FailedTest(
                 nodeid=report.nodeid,
                 reason=reason,
-                place=self._place_of(report),
-                sent=tuple(self._sent(sent)),
-                comparisons=differing,
+                place=self._find_failed_place(report),
+                sent=tuple(self._locate_calls(sent)),
+                failure=failure,
             )
         failed = self._failed.get(report.nodeid)
         if self._annotator is not None and not (failed and failed.sent):
@@ -90,17 +95,21 @@ class CiSession:
 
         # Append to the step summary, because earlier sessions of this step may have written to it.
         step = self.step_summary if outcomes.has_news else None
-        targets = (("GITHUB_STEP_SUMMARY", step, "ab"), ("--comm-summary", self.summary, "wb"))
-        for name, path, mode in targets:
+        targets = (("GITHUB_STEP_SUMMARY", step), ("--comm-summary", self.summary))
+        for name, path in targets:
             try:
                 if path is not None:
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    with path.open(mode) as file:
-                        text = review.render_summary(outcomes, self._origin)
-                        file.write(b"\n\n" * bool(file.tell()) + text.encode("utf-8", "replace"))
+                    summary = review.render_summary(outcomes, self._origin)
+                    text = summary.encode("utf-8", "replace").decode()
+                    if path is self.summary:
+                        write_atomically(path, text)
+                        continue
+                    with path.open("ab") as file:
+                        file.write(b"\n\n" * bool(file.tell()) + text.encode())
             except OSError as problem:
                 reason = f"{problem.filename}: {problem.strerror or problem}"
-                self._problems.append(f"fsdp-comm: cannot write {name} ({reason})")
+                self._problems.append(printable(f"fsdp-comm: cannot write {name} ({reason})"))
                 if path is self.summary:
                     session.exitstatus = session.exitstatus or pytest.ExitCode.USAGE_ERROR
 
@@ -119,6 +128,7 @@ class CiSession:
     def _read_outcomes(self, session: pytest.Session, exitstatus: int) -> Outcomes:
         unused: UnusedSnapshots | None = self._config.pluginmanager.get_plugin("fsdp-comm-unused")
         unused_files = unused.files if unused is not None else ()
+        options, start = self._config.stash[OPTIONS], self._config.invocation_params.dir
         reason = str(session.shouldfail or session.shouldstop or "")
         if not reason and exitstatus not in _FINISHED:
             reason = f"exit status {int(exitstatus)}"
@@ -128,27 +138,43 @@ class CiSession:
             failed=tuple(self._failed.values()),
             unused=tuple(show_path(path, self._config.rootpath) for path in unused_files),
             annotates_all=self._annotator is None,
+            artifacts=show_path(options.artifacts_dir, start) if options.artifacts_dir else "",
+            report=show_path(find_first_page(options.report_dir), start)
+            if options.report_dir
+            else "",
             ended_early=f"The session ended early ({reason}): not all tests ran." if reason else "",
         )
 
-    def _sent(self, sent: Iterable[tuple[str, str]]) -> Iterator[tuple[Place, str]]:
+    def _locate_calls(self, sent: Iterable[tuple[str, str]]) -> Iterator[tuple[Place, str]]:
         # Call sites are relative to the directory in which pytest started.
         start = self._config.invocation_params.dir
         for site, text in sent:
             path, _, line = site.rpartition(":")
-            place = self._place(start / path, int(line))
+            place = self._find_place(start / path, int(line))
             if place is not None:
                 yield place, text
 
-    def _place_of(self, report: pytest.TestReport) -> Place | None:
+    def _find_failed_place(self, report: pytest.TestReport) -> Place | None:
         """Return the line that raised an error; if that is outside the project, the test's line."""
         crash = getattr(report.longrepr, "reprcrash", None)
         if crash is not None and "site-packages" not in Path(crash.path).parts:
-            place = self._place(Path(crash.path), crash.lineno)
+            place = self._find_place(Path(crash.path), crash.lineno)
             if place is not None:
                 return place
         file, line, _ = report.location
-        return self._place(self._config.rootpath / file, (line or 0) + 1)
+        return self._find_place(self._config.rootpath / file, (line or 0) + 1)
 
-    def _place(self, path: Path, line: int) -> Place | None:
+    def _find_place(self, path: Path, line: int) -> Place | None:
         return self._origin.place(path, line, root=self._config.rootpath)
+
+
+def _list_site_texts(failure: Failure | None) -> Iterator[tuple[str, str]]:
+    """Yield ``path:line`` and the text of each change whose call site is known."""
+    for statement in failure.rows if failure else ():
+        for site in statement.sites:
+            # The annotation itself shows its line.
+            is_repeated = statement.place in {"", f"at {site}"}
+            yield (
+                site,
+                statement.summary if is_repeated else f"{statement.summary}, {statement.place}",
+            )

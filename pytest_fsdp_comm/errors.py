@@ -5,21 +5,33 @@ Each message says what was expected, what was received and where, and suggests a
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from typing import Final
+
+# Matches the beginning of a command to CI. GitHub runs `::command::` at the start of a line, after
+# any spaces, and `##[command]` anywhere in a line; Azure Pipelines runs `##vso[command]`.
+_CI_COMMAND: Final = re.compile(r"^\s*:(?=:)|#(?=#\w*\[)", re.MULTILINE)
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Escape unprintable characters that are not in `keep`, for example as ``\x1b``."""
-    # Every printed name must be escaped, with this function or (in snapshots) `fqn.escape`.
-    if text.isprintable():
-        return text
-    return "".join(
-        character if character.isprintable() or character in keep else ascii(character)[1:-1]
-        for character in text
-    )
+    r"""Escape commands to CI, and unprintable characters that are not in `keep`, as ``\x1b``.
+
+    Every name must pass this function before it is printed, because the author of a fork chooses
+    the names in its snapshots, recordings and artifacts. Pass complete lines: a command may consist
+    of a name and the text around it.
+    """
+    if not text.isprintable():
+        text = "".join(
+            character if character.isprintable() or character in keep else ascii(character)[1:-1]
+            for character in text
+        )
+    if "::" in text or "##" in text:
+        text = _CI_COMMAND.sub(lambda match: f"{match[0][:-1]}\\x{ord(match[0][-1]):02x}", text)
+    return text
 
 
-def quoted(text: str, most: int = 100) -> str:
+def quote_text(text: str, most: int = 100) -> str:
     """Quote a string for an error message, truncated to `most` characters."""
     quote = repr(text[:most])
     is_complete = len(text) <= most and len(quote) <= most
@@ -27,7 +39,7 @@ def quoted(text: str, most: int = 100) -> str:
 
 
 # Quotes part of a line. The limit is lower, because the error may also quote the complete line.
-quoted_part = partial(quoted, most=50)
+quoted_part = partial(quote_text, most=50)
 
 
 class FsdpCommError(Exception):

@@ -29,7 +29,7 @@ _IMPORTED: Final = {
 }
 
 
-def imported_by(items: Iterable[pytest.Item]) -> list[str]:
+def list_fixture_modules(items: Iterable[pytest.Item]) -> list[str]:
     """Return the modules that fixtures of `items` import, to load them before ranks are forked."""
     fixtures = {name for item in items for name in getattr(item, "fixturenames", ())}
     return [module for name, module in _IMPORTED.items() if name in fixtures]
@@ -98,7 +98,7 @@ def _fsdp_comm_world_size(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="session")
 def dist_info(request: pytest.FixtureRequest) -> DistInfo:
     """Rank, local_rank, world_size, backend and device of the running test."""
-    context = _context(request)
+    context = _get_rank_context(request)
     if context is None:
         return DistInfo(rank=0, local_rank=0, world_size=1, backend="", device="cpu")
     return DistInfo(
@@ -144,7 +144,9 @@ def comm_mode(request: pytest.FixtureRequest) -> CommMode:
     from pytest_fsdp_comm.recording.comm_mode import CommMode  # noqa: PLC0415  # loads torch
     from pytest_fsdp_comm.snapshots.comm_text import format_profile  # noqa: PLC0415  # as above
 
-    return CommMode(show=format_profile, trace_operations=False, **_exchange(request))
+    return CommMode(
+        show=format_profile, trace_operations=False, **_make_exchange_arguments(request)
+    )
 
 
 @pytest.fixture
@@ -156,7 +158,9 @@ def fsdp_tree(request: pytest.FixtureRequest) -> TreeFactory:
     """
     from pytest_fsdp_comm.fsdp_tree import TreeFactory  # noqa: PLC0415  # loads torch
 
-    return TreeFactory(findings=request.config.stash[OPTIONS].findings, **_exchange(request))
+    return TreeFactory(
+        findings=request.config.stash[OPTIONS].findings, **_make_exchange_arguments(request)
+    )
 
 
 @pytest.fixture
@@ -168,18 +172,18 @@ def comm_snapshot(request: pytest.FixtureRequest, snapshot: SnapshotAssertion) -
     """
     from pytest_fsdp_comm.snapshots.extension import bind_snapshot  # noqa: PLC0415  # on first use only
 
-    context = _context(request)
+    context = _get_rank_context(request)
     if context is None:
         return bind_snapshot(snapshot, request.node, None)
     explains = context.rank == context.settings.ranks[0]
     return bind_snapshot(snapshot, request.node, context.exchange, explains=explains)
 
 
-def _context(request: pytest.FixtureRequest) -> RankContext | None:
+def _get_rank_context(request: pytest.FixtureRequest) -> RankContext | None:
     return request.config.stash.get(RANK_CONTEXT, None)
 
 
-def _exchange(request: pytest.FixtureRequest) -> dict[str, Any]:
+def _make_exchange_arguments(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Return keyword arguments that let ranks exchange values; empty if this is not a rank."""
-    context = _context(request)
+    context = _get_rank_context(request)
     return {} if context is None else {"gather": context.exchange, "ranks": context.settings.ranks}

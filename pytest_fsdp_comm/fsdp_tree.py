@@ -13,8 +13,8 @@ from pytest_fsdp_comm.errors import FsdpCommError, printable
 from pytest_fsdp_comm.gathering import gather_values
 from pytest_fsdp_comm.reports.trees import render_tree
 from pytest_fsdp_comm.sharding.capture import WrapExpectation, capture_tree, expect_units
-from pytest_fsdp_comm.snapshots.documents import write_atomically
 from pytest_fsdp_comm.snapshots.tree_text import format_profile
+from pytest_fsdp_comm.text.files import write_atomically
 from pytest_fsdp_comm.tree.finding import FindingSettings
 from pytest_fsdp_comm.tree.findings.rules import find_between_ranks
 from pytest_fsdp_comm.tree.model import ShardTree, dump_tree

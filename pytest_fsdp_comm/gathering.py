@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 from pytest_fsdp_comm.errors import FsdpCommError, RanksDivergedError, RecordingError
 from pytest_fsdp_comm.text.codec import from_json, to_json
+from pytest_fsdp_comm.text.files import write_atomically
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 _Value = TypeVar("_Value")
@@ -92,7 +93,7 @@ class Exchange:
         for digest, rank in senders.items():
             if digest != own_digest:
                 name = f"{self._rounds}.text.{rank}"
-                texts[digest] = self._await(name, rank, complaint.format(rank))
+                texts[digest] = self._wait_for_text(name, rank, complaint.format(rank))
         return [texts[digest] for digest in digests]
 
     def share(self, name: str, text: str = "", complaint: str = "") -> list[str]:
@@ -103,7 +104,10 @@ class Exchange:
         """
         complaint = complaint or f"rank {{}} ended the test before {name}"
         self._texts.put(f"{name}.{self._rank}", text)
-        return [self._await(f"{name}.{rank}", rank, complaint.format(rank)) for rank in self._ranks]
+        return [
+            self._wait_for_text(f"{name}.{rank}", rank, complaint.format(rank))
+            for rank in self._ranks
+        ]
 
     def leave(self) -> None:
         """Announce that this rank will make no more comparisons; do nothing in a forked process."""
@@ -112,7 +116,7 @@ class Exchange:
                 self._texts.put(f"left.{self._rank}", "")
 
     # `ranks.hangs.position` looks for this function in stacks, to find ranks that are waiting here.
-    def _await(self, name: str, rank: int, complaint: str) -> str:
+    def _wait_for_text(self, name: str, rank: int, complaint: str) -> str:
         pause_s = _FIRST_PAUSE_S
         # No timeout is needed here: at the test's deadline, the supervisor reports all stacks.
         while not self._texts.has(name):
@@ -162,9 +166,7 @@ class RankFiles:
         digest = hashlib.sha256(text.encode()).hexdigest()
         file = self._directory / digest
         if not file.exists():
-            unfinished = self._directory / f"unfinished.{rank}"
-            unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(file)
+            write_atomically(file, text)
         (self._directory / f"rank{rank}.{digest}").touch()
 
     def collect(self, num_ranks: int, *, timeout_s: float) -> dict[int, str]:
@@ -176,7 +178,7 @@ class RankFiles:
             RecordingError: A rank has written nothing after `timeout_s`.
         """
         deadline, pause_s = time.monotonic() + timeout_s, 0.01
-        while len(digests := self._digests()) < num_ranks:
+        while len(digests := self._make_digests()) < num_ranks:
             if time.monotonic() > deadline:
                 missing = sorted({*range(num_ranks)} - digests.keys())
                 raise RecordingError(
@@ -193,7 +195,7 @@ class RankFiles:
         self.clear()
         return {rank: texts[digest] for rank, digest in sorted(digests.items())}
 
-    def _digests(self) -> dict[int, str]:
+    def _make_digests(self) -> dict[int, str]:
         names = (file.name.removeprefix("rank") for file in self._directory.glob("rank*.*"))
         pairs = (name.partition(".") for name in names)
         return {int(rank): digest for rank, _, digest in pairs}

@@ -64,6 +64,27 @@ def simulated_variables(rank: int, size: int, local_size: int | None = None) -> 
     return {**dict(numbers), "CUDA_VISIBLE_DEVICES": ""}
 
 
+def torchrun_variables(rank: int, size: int, local_size: int | None = None) -> dict[str, str]:
+    """Return all variables that torchrun sets, as `simulated_variables` has some of them."""
+    host = rank // (local_size or _HOST_SIZE)
+    num_hosts = -(-size // (local_size or _HOST_SIZE))
+    return {
+        **simulated_variables(rank, size, local_size),
+        "GROUP_RANK": str(host),
+        "GROUP_WORLD_SIZE": str(num_hosts),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+
+
 def is_spawned_rank() -> bool:
     """Return whether another pytest process started this one as a rank."""
     return SPEC_VARIABLE in os.environ
@@ -75,11 +96,11 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
     Raises:
         ValueError: A variable is not a number in the expected range.
     """
-    if INSIDE_VARIABLE in environment or not _are_set(environment):
+    if INSIDE_VARIABLE in environment or not _has_torch_variables(environment):
         return None
-    world_size = _number(environment, "WORLD_SIZE", 1, None)
-    rank = _number(environment, "RANK", 0, world_size - 1)
-    port = _number(environment, "MASTER_PORT", 1, _LARGEST_PORT)
+    world_size = _parse_number(environment, "WORLD_SIZE", 1, None)
+    rank = _parse_number(environment, "RANK", 0, world_size - 1)
+    port = _parse_number(environment, "MASTER_PORT", 1, _LARGEST_PORT)
     if world_size == 1:
         return None
     environment = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size), **environment}
@@ -88,8 +109,8 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
     return LaunchedRank(
         rank=rank,
         world_size=world_size,
-        local_rank=_number(environment, "LOCAL_RANK", 0, rank),
-        local_world_size=_number(environment, "LOCAL_WORLD_SIZE", 1, world_size),
+        local_rank=_parse_number(environment, "LOCAL_RANK", 0, rank),
+        local_world_size=_parse_number(environment, "LOCAL_WORLD_SIZE", 1, world_size),
         host=environment["MASTER_ADDR"],
         port=port,
         has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
@@ -101,7 +122,7 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
 
 def explain_separate_processes(environment: Mapping[str, str]) -> str:
     """Return an error text if mpirun or srun started ranks without torch's variables, else ""."""
-    if INSIDE_VARIABLE in environment or _are_set(environment):
+    if INSIDE_VARIABLE in environment or _has_torch_variables(environment):
         return ""
     for rank, size, local_rank in _OTHER_LAUNCHERS:
         if rank in environment and environment.get(size, "1") != "1":
@@ -117,12 +138,14 @@ def explain_separate_processes(environment: Mapping[str, str]) -> str:
     return ""
 
 
-def _are_set(environment: Mapping[str, str]) -> bool:
+def _has_torch_variables(environment: Mapping[str, str]) -> bool:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return all(environment.get(name) for name in names)
 
 
-def _number(environment: Mapping[str, str], name: str, smallest: int, largest: int | None) -> int:
+def _parse_number(
+    environment: Mapping[str, str], name: str, smallest: int, largest: int | None
+) -> int:
     text = environment[name]
     number = int(text) if text.isascii() and text.isdecimal() else -1
     if number < smallest or (largest is not None and number > largest):

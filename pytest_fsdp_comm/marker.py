@@ -53,15 +53,15 @@ def resolve(
     arguments = _parse_arguments(mark)
     world_size = parametrized or arguments["world_size"] or options.world_size
     device = arguments["device"]
-    simulation = _simulation(arguments["simulate"], world_size)
+    simulation = _choose_simulation(arguments["simulate"], world_size)
     _check_simulation(arguments, simulation)
-    real = _real_axes(arguments["real"] or {}, world_size) if simulation else ()
+    real = _make_real_axes(arguments["real"] or {}, world_size) if simulation else ()
     backend = "fake" if simulation else arguments["backend"] or options.backend
     if backend is None:
         backend = "nccl" if device != "cpu" and count_gpus() >= world_size else "gloo"
-    ranks = ranks_along(real, _ranks(arguments["ranks"], world_size, backend))
+    ranks = ranks_along(real, _choose_ranks(arguments["ranks"], world_size, backend))
     if options.launched is None or options.launched.world_size != world_size or backend == "fake":
-        _check_room(ranks, backend, options.rank_slots)
+        _check_number_of_ranks(ranks, backend, options.rank_slots)
     if options.pdb_rank is not None and options.pdb_rank not in ranks:
         raise BadValueError(
             f"--pdb-rank {options.pdb_rank} is not a rank of this test, which runs on "
@@ -82,10 +82,10 @@ def resolve(
 
 
 def _check_simulation(arguments: Mapping[str, Any], simulation: Simulation) -> None:
-    if arguments["device"] == "cuda" and (simulation or arguments["backend"] == "fake"):
+    if arguments["device"] == "cuda" and arguments["backend"] == "fake" and not simulation:
         raise BadValueError(
-            "device='cuda' is set, but simulated ranks run on the CPU; drop it, or run the test on "
-            "GPUs with backend='nccl'"
+            "device='cuda' is set, but ranks of backend='fake' run on the CPU; simulate a GPU with "
+            "simulate=, drop device=, or run the test on GPUs with backend='nccl'"
         )
     if simulation and arguments["backend"] not in {None, "fake"}:
         raise BadValueError(
@@ -97,23 +97,23 @@ def _check_simulation(arguments: Mapping[str, Any], simulation: Simulation) -> N
             raise BadValueError(f"{name}: applies only to simulations; set simulate= or drop it")
 
 
-def with_further_ranks(
+def add_ranks(
     settings: DistributedSettings, further: Iterable[int], options: SessionOptions
 ) -> DistributedSettings:
     """Return settings with the `further` ranks added; raise BadValueError if there are too many."""
     ranks = ranks_along(settings.real, {*settings.ranks, *further})
-    _check_room(ranks, settings.backend, options.rank_slots)
+    _check_number_of_ranks(ranks, settings.backend, options.rank_slots)
     return replace(settings, ranks=ranks, finds_ranks=False)
 
 
-def _simulation(simulate: bool | int | str | None, world_size: int) -> Simulation:
+def _choose_simulation(simulate: bool | int | str | None, world_size: int) -> Simulation:
     if simulate == "strict":
         return "strict"
     # True counts as 1, so it simulates every world size.
     return "answering" if isinstance(simulate, int) and 1 <= simulate <= world_size else ""
 
 
-def _real_axes(real: Mapping[str, Sequence[int]], world_size: int) -> tuple[RealAxis, ...]:
+def _make_real_axes(real: Mapping[str, Sequence[int]], world_size: int) -> tuple[RealAxis, ...]:
     axes = []
     outer = 1
     for name, (size, *strides) in real.items():
@@ -180,10 +180,13 @@ def _parse_arguments(mark: pytest.Mark) -> dict[str, Any]:
     named = {**dict.fromkeys(MARKER_ARGUMENTS), **mark.kwargs}
     if mark.args:
         named["world_size"] = mark.args[0]
-    return {name: None if value is None else _parse(name, value) for name, value in named.items()}
+    return {
+        name: None if value is None else _parse_argument(name, value)
+        for name, value in named.items()
+    }
 
 
-def _parse(name: str, value: Any) -> Any:
+def _parse_argument(name: str, value: Any) -> Any:
     try:
         if name == "world_size" and isinstance(value, (list, tuple)):
             return _parse_world_sizes(value)
@@ -234,7 +237,7 @@ def refuse(session: pytest.Session, items: list[pytest.Item], text: str) -> None
         raise pytest.UsageError(text)
 
 
-def _check_room(ranks: Sequence[int], backend: Backend, slots: int | None) -> None:
+def _check_number_of_ranks(ranks: Sequence[int], backend: Backend, slots: int | None) -> None:
     count = len(ranks)
     if count > MAX_PROCESSES:
         remedy = "simulate them in one process with backend='fake' or --comm-backend fake"
@@ -252,7 +255,7 @@ def _check_room(ranks: Sequence[int], backend: Backend, slots: int | None) -> No
         )
 
 
-def _ranks(selection: object, world_size: int, backend: Backend) -> tuple[int, ...]:
+def _choose_ranks(selection: object, world_size: int, backend: Backend) -> tuple[int, ...]:
     if selection == "all" or (selection is None and backend != "fake"):
         return tuple(range(world_size))
     if selection is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 import pytest
 
 from pytest_fsdp_comm.launch_environment import MAX_SIMULATED, LaunchedRank, read_launched_rank
+from pytest_fsdp_comm.text.files import EXPECTED, RECEIVED, is_nested
+from pytest_fsdp_comm.text.words import show_path
 
 if TYPE_CHECKING:
     from pytest_fsdp_comm.tree.finding import FindingSettings  # importing it takes 6 ms
@@ -159,6 +161,8 @@ class Setting(NamedTuple):
     """Type of the ini value; empty if the setting has no ini value."""
     argument: str = ""
     """Help text of the marker's argument; empty if the marker has no such argument."""
+    writes: tuple[str, ...] = ()
+    """Files and directories below the option's path that a session writes or deletes."""
 
     @property
     def ini_name(self) -> str:
@@ -269,13 +273,15 @@ DECLARED: Final = (
         "write the received and the expected files of failed comparisons to DIR, for `fsdp-comm "
         "accept DIR`",
         flag="--comm-artifacts=DIR",
+        writes=(RECEIVED, EXPECTED),
     ),
     Setting(
         "report_dir",
         Path,
-        "write an HTML report to DIR/index.html: the communication and sharding of each test, and "
-        "differences from its snapshots",
+        "write an HTML report to DIR/index.html, or to a single file if DIR ends with .html: the "
+        "communication and sharding of each test, and differences from its snapshots",
         flag="--comm-report=DIR",
+        writes=("index.html", "tests"),
     ),
     Setting(
         "pdb_rank",
@@ -290,6 +296,7 @@ DECLARED: Final = (
         "write differences from snapshots, and their cost, to FILE as Markdown (GitHub's step "
         "summary has them without this option)",
         flag="--comm-summary=FILE",
+        writes=("",),
     ),
     Setting(
         "progress_s",
@@ -397,6 +404,11 @@ def add_options(parser: pytest.Parser) -> None:
             parser.addini(ini, text, type=setting.ini)
 
 
+def find_first_page(report: Path) -> Path:
+    """Return the page to open of a report, which is a file ``.html`` or a directory."""
+    return report if report.suffix == ".html" else report / "index.html"
+
+
 def join_paths(arguments: Iterable[str]) -> list[str]:
     """Join each of this plugin's path options with its value: ``--comm-report=DIR``."""
     # pytest chooses its root directory before plugins register their options, and mistakes an
@@ -423,7 +435,7 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
 
     values: dict[str, Any] = {}
     for setting in DECLARED:
-        where, raw_value = _raw_value(config, setting)
+        where, raw_value = _read_raw_value(config, setting)
         if raw_value is not None:
             values[setting.name] = attempt(where, setting.parse, raw_value)
     launched = attempt("", _read_launch, config)
@@ -435,14 +447,17 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
         # Use the same words as xdist's error for --pdb.
         problems.append("--pdb-rank is incompatible with distributing tests; try using -n0 or -nno")
     path = values.get("snapshot_dir", _DEFAULTS["snapshot_dir"])
-    directory = attempt("ini fsdp_comm_snapshot_dir: ", partial(_snapshot_dir, config), path)
+    directory = attempt(
+        "ini fsdp_comm_snapshot_dir: ", partial(_resolve_snapshot_dir, config), path
+    )
+    problems += _find_overwritten_snapshots(config, values, directory) if directory else []
     if problems:
         raise pytest.UsageError(show_problems(problems))
     values |= {"snapshot_dir": directory, "launched": launched}
     return SessionOptions(**values)
 
 
-def _raw_value(config: pytest.Config, setting: Setting) -> tuple[str, Any]:
+def _read_raw_value(config: pytest.Config, setting: Setting) -> tuple[str, Any]:
     """Return a prefix for errors, and the option or ini value (None if neither is set)."""
     raw_value = config.getoption(setting.option) if setting.flag else None
     if setting.is_path:
@@ -467,7 +482,7 @@ def _read_launch(config: pytest.Config) -> LaunchedRank | None:
     return launched
 
 
-def _snapshot_dir(config: pytest.Config, path: Path) -> Path:
+def _resolve_snapshot_dir(config: pytest.Config, path: Path) -> Path:
     # Normalize "..", so that a directory has one name. Resolve symlinks first: "link/.." is the
     # parent of the link's target.
     root = config.rootpath.resolve() if ".." in path.parts else config.rootpath
@@ -479,6 +494,29 @@ def _snapshot_dir(config: pytest.Config, path: Path) -> Path:
             "there; choose a different directory, e.g. 'snapshots'"
         )
     return directory
+
+
+def _find_overwritten_snapshots(
+    config: pytest.Config, values: Mapping[str, Any], snapshot_dir: Path
+) -> Iterator[str]:
+    """Yield an error for each option whose files could replace reviewed snapshots."""
+    syrupy_dir = getattr(config.option, "snapshot_dirname", "")
+    for setting in DECLARED:
+        for name in setting.writes if values.get(setting.name) else ():
+            path = values[setting.name] / name
+            if setting.flag.endswith("=FILE") and path.is_dir():
+                continue  # cannot be written, which the session reports when it ends
+            if is_nested(path, snapshot_dir):
+                other = f"the snapshot directory {show_path(snapshot_dir, config.rootpath)}"
+            elif syrupy_dir in Path(os.path.realpath(path)).parts:
+                other = f"a directory {syrupy_dir!r} of plain snapshots"
+            else:
+                continue
+            yield (
+                f"{setting.option}: this option writes {show_path(path)}, which overlaps with "
+                f"{other}, so reviewed snapshots could be lost; choose a different path"
+            )
+            break
 
 
 def describe(options: SessionOptions) -> str:

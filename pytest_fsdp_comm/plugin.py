@@ -36,6 +36,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     options.add_options(parser)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Prepare a spawned rank before it imports anything of the user."""
+    if is_spawned_rank():
+        from pytest_fsdp_comm.ranks.rank import main  # noqa: PLC0415  # only in a spawned rank
+
+        main.prepare_spawned_rank()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker and the fixtures, and parse the options."""
     config.pluginmanager.register(fixtures, "fsdp-comm-fixtures")
@@ -132,7 +141,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail a test that needs torch or fork() on a system that lacks it."""
     # Fail after skip marks have been evaluated, but before the test's code can raise an obscure
     # error.
-    if marker.may_record(item) and (missing := upstream.missing_torch()):
+    if marker.may_record(item) and (missing := upstream.explain_missing_torch()):
         pytest.fail(missing, pytrace=False)
     if options.SETTINGS in item.stash and not _CAN_FORK:
         pytest.fail(_NEEDS_FORK, pytrace=False)
@@ -145,7 +154,7 @@ def _prepare_ranks(
     from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # as above
 
     config = session.config
-    if upstream.missing_torch():
+    if upstream.explain_missing_torch():
         return
     extensions: list[RankExtension[Any]] = [replay.RankSnapshots()]
     if options.OBSERVER in config.stash:
@@ -159,10 +168,12 @@ def _prepare_ranks(
     if launched:
         from pytest_fsdp_comm.ranks import launched as launch  # noqa: PLC0415  # as above
 
-        preloaded = fixtures.imported_by(items)
+        preloaded = fixtures.list_fixture_modules(items)
         choose = launch.join_session(session, extensions, launched, preloaded=preloaded)
     elif any(options.SETTINGS in item.stash for item in items):
-        ranks = runner.RankRunner(session, extensions, preloaded=fixtures.imported_by(items))
+        ranks = runner.RankRunner(
+            session, extensions, preloaded=fixtures.list_fixture_modules(items)
+        )
         config.add_cleanup(ranks.close)
         ranks.start()
 
@@ -210,14 +221,14 @@ def pytest_assertrepr_compare(
     """Put the plugin's explanation of a failed comparison before other plugins' explanations."""
     explanations = yield
     sides = (left, right)
-    if _is_any(sides, "comm.questions", "Answer"):
+    if _has_instance_of(sides, "comm.questions", "Answer"):
         from pytest_fsdp_comm.reports.assertions import explain_answer  # noqa: PLC0415  # only after a failure
 
         return [explain_answer(op, left, right), *explanations]
-    if _is_any(sides, "tree.finding", "Findings"):
+    if _has_instance_of(sides, "tree.finding", "Findings"):
         # pytest truncates long explanations, so `pytest_runtest_makereport` adds the findings.
         return [[f"{left!r} {op} {right!r}"], *explanations]
-    if not _is_any(sides, "snapshots.extension", "CommSnapshot"):
+    if not _has_instance_of(sides, "snapshots.extension", "CommSnapshot"):
         return explanations
     from pytest_fsdp_comm.snapshots.explain import explain_comparison  # noqa: PLC0415  # only after a failure
 
@@ -258,7 +269,7 @@ def pytest_runtest_makereport(
     return report
 
 
-def _is_any(values: Iterable[object], module: str, name: str) -> bool:
+def _has_instance_of(values: Iterable[object], module: str, name: str) -> bool:
     """Return whether any value is an instance of a class of this package, without importing it."""
     loaded = sys.modules.get(f"pytest_fsdp_comm.{module}")
     # Do not use isinstance(), which would run user code of proxy objects.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import multiprocessing
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
@@ -16,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Final
 from pytest_fsdp_comm.comm.json import ScriptRun
 from pytest_fsdp_comm.command_line.terminal import FAILED, SAME
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.launch_environment import MAX_SIMULATED, simulated_variables
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.launch_environment import MAX_SIMULATED, torchrun_variables
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 from pytest_fsdp_comm.recording.script import (
     ScriptEnded,
     check_steps,
-    optimizer_steps,
     run_script,
     too_short,
+    watch_optimizer_steps,
 )
 
 if TYPE_CHECKING:
@@ -40,6 +42,14 @@ _GLOO_ENDS_S: Final = 0.1
 _LAUNCHED: Final = re.compile("RANK|WORLD_SIZE")
 _NO_LAUNCHER: Final = (
     "fsdp-comm: a launcher such as torchrun sets these variables; to start 4 ranks, pass --nproc 4"
+)
+# From torch 2.7 to 2.15: without a driver, without CUDA, without NCCL, and with NCCL but no GPU.
+_GPU_MISSING: Final = re.compile(
+    "no NVIDIA driver|CUDA enabled|NCCL built in|at least one CUDA device|no GPUs found"
+)
+_NO_GPU: Final = (
+    "fsdp-comm: to record this script without GPUs, simulate one of its ranks: pass --world-size N "
+    "instead of --nproc"
 )
 _STEPS: Final = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 
@@ -60,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
     _check_simulation(options)
     if options.nproc:
         arguments = ["record", "--step", options.step, "--out", options.out]
-        arguments += [*["--go-on"] * options.go_on, *["-m"] * options.module, *options.command]
+        arguments += [*["--go-on"] * options.go_on, *["--force"] * options.force]
+        arguments += [*["-m"] * options.module, *options.command]
         ranks = ["--standalone", "--nproc-per-node", str(options.nproc), "-m", "pytest_fsdp_comm"]
         if options.nproc > 1:  # torchrun sets this, too, but prints a warning
             os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -76,13 +87,18 @@ def run(options: argparse.Namespace) -> int:
         local_world_size=options.local_world_size,
     )
     # Use an absolute path, because the script may change the working directory.
-    hook = _Hook(script_run, Path(options.out).absolute(), goes_on=options.go_on)
+    out = Path(options.out).absolute()
+    hook = _Hook(script_run, out, force=options.force, goes_on=options.go_on)
+    skipped: object = ""
     with contextlib.ExitStack() as undo:
         if options.world_size:
-            undo.enter_context(_simulated(options))
-        undo.enter_context(optimizer_steps(hook.stepped))
-        status = _status_of(lambda: run_script(script, arguments, is_module=options.module))
-    return hook.finish(status)
+            skipped = undo.enter_context(_simulate(options))
+        undo.enter_context(watch_optimizer_steps(hook.note_step))
+        status = _run_and_get_status(options)
+    status = hook.finish(status)
+    if note := str(skipped):
+        print(f"fsdp-comm: {note}", file=sys.stderr)  # noqa: T201  # standard output is the script's
+    return status
 
 
 def _check_simulation(options: argparse.Namespace) -> None:
@@ -104,27 +120,37 @@ def _check_simulation(options: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _simulated(options: argparse.Namespace) -> Iterator[None]:
+def _simulate(options: argparse.Namespace) -> Iterator[object]:
+    """Simulate a rank of the script; yield an object whose text is a note about skipped saves."""
     rank, size = options.rank, options.world_size
-    os.environ |= simulated_variables(rank, size, options.local_world_size)
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    from pytest_fsdp_comm.ranks.rank.process_group import join_fake_group  # noqa: PLC0415  # loads torch
-    from pytest_fsdp_comm.recording.steps import keeping_group  # noqa: PLC0415  # as above
-    from pytest_fsdp_comm.simulation.world import note_memory, simulated  # noqa: PLC0415  # as above
+    os.environ |= torchrun_variables(rank, size, options.local_world_size)
+    # Load this now: without triton, torch's FLOP counter warns if torch claims to support CUDA.
+    importlib.import_module("pytest_fsdp_comm.recorded_script")
+    from pytest_fsdp_comm.ranks.rank.process_group import skip_rendezvous  # noqa: PLC0415  # loads torch
+    from pytest_fsdp_comm.simulation.world import add_memory_remedy, simulate_script  # noqa: PLC0415  # as above
 
-    join_fake_group(rank, size)
     try:
-        with keeping_group(), simulated(answers=True):
-            yield
+        with skip_rendezvous(rank, size), simulate_script() as skipped:
+            yield skipped
     except RuntimeError as error:
-        note_memory(error)
+        add_memory_remedy(error)
         raise
 
 
-def _status_of(run: Callable[[], None]) -> int:
+def _run_with_processes(options: argparse.Namespace) -> None:
+    script, *arguments = options.command
+    run_script(script, arguments, is_module=options.module)
+    # Python waits for these processes, too, but only after this program has reported that the
+    # script was too short. A process that is a rank fails, and its error must come first.
+    for process in multiprocessing.active_children() if options.world_size else ():
+        if not process.daemon:
+            process.join()
+
+
+def _run_and_get_status(options: argparse.Namespace) -> int:
     """Run a script; print its error as Python would, and return its exit status."""
     try:
-        run()
+        _run_with_processes(options)
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
             return ended.code or SAME
@@ -132,23 +158,25 @@ def _status_of(run: Callable[[], None]) -> int:
         return 1
     except KeyboardInterrupt as error:
         # Let Python print the error, because Python then exits as if SIGINT had killed it.
-        trace, hook = _without_our_frames(error.__traceback__), sys.excepthook
+        trace, hook = _strip_our_frames(error.__traceback__), sys.excepthook
         sys.excepthook = lambda kind, error, _: hook(kind, error.with_traceback(trace), trace)
         raise
     except Exception as error:  # noqa: BLE001  # any error of the script
-        error.__traceback__ = _without_our_frames(error.__traceback__)
+        error.__traceback__ = _strip_our_frames(error.__traceback__)
         if isinstance(error, FsdpCommError):  # a simulated rank raised it
-            from pytest_fsdp_comm.simulation.world import of_user  # noqa: PLC0415  # loads torch
+            from pytest_fsdp_comm.simulation.world import strip_inner_frames  # noqa: PLC0415  # loads torch
 
-            of_user(error)
+            strip_inner_frames(error)
         sys.excepthook(type(error), error, error.__traceback__)
         if "RANK" not in os.environ and _LAUNCHED.search(str(error)):
             print(_NO_LAUNCHER, file=sys.stderr)  # noqa: T201  # as above
+        if not options.world_size and _GPU_MISSING.search(str(error)):
+            print(_NO_GPU, file=sys.stderr)  # noqa: T201  # as above
         return 1
     return SAME
 
 
-def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
+def _strip_our_frames(traceback: TracebackType | None) -> TracebackType | None:
     """Strip the outermost frames of a traceback that belong to this package or to runpy."""
     package = str(Path(__file__).parent)
     while traceback is not None:
@@ -160,21 +188,23 @@ def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None
 
 
 class _Hook:
-    """Records steps of a script; call `stepped` after each optimizer step."""
+    """Records steps of a script; call `note_step` after each optimizer step."""
 
-    def __init__(self, run: ScriptRun, out: Path, *, goes_on: bool) -> None:
-        self._run, self._out, self._goes_on = run, out, goes_on
+    def __init__(self, run: ScriptRun, out: Path, *, force: bool, goes_on: bool) -> None:
+        self._run, self._out, self._force, self._goes_on = run, out, force, goes_on
         self._recorded: RecordedScript | None = None
         self._problem: FsdpCommError | None = None
         self._has_ended_script = False
 
-    def stepped(self, optimizer: Any) -> None:
+    def note_step(self, optimizer: Any) -> None:
         is_over = True
         try:
             if self._problem is None:
                 from pytest_fsdp_comm.recorded_script import RecordedScript  # noqa: PLC0415  # loads torch
 
-                self._recorded = self._recorded or RecordedScript(self._run, self._out)
+                self._recorded = self._recorded or RecordedScript(
+                    self._run, self._out, force=self._force
+                )
                 self._recorded.recorder(optimizer)
                 is_over = self._recorded.recorder.is_done
         except FsdpCommError as problem:
@@ -200,7 +230,7 @@ class _Hook:
             from pytest_fsdp_comm.ranks.rank.process_group import leave_group  # noqa: PLC0415  # loads torch
 
             leave_group()
-            time.sleep(under_load(_GLOO_ENDS_S))
+            time.sleep(extend_under_load(_GLOO_ENDS_S))
         if problem is None:
             return status
         # Let every rank print its problem, because the launcher may end the other ranks after one

@@ -7,18 +7,20 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
+from platform import python_version
 from typing import Any, Final
 
 import pytest
 from syrupy.assertion import AssertionResult, SnapshotAssertion
 
 from pytest_fsdp_comm.comm.events import Recording
-from pytest_fsdp_comm.comm.profile import fold
-from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.comm.profile import CommProfile, fold
+from pytest_fsdp_comm.errors import FsdpCommError, printable
 from pytest_fsdp_comm.launch_environment import is_spawned_rank
 from pytest_fsdp_comm.marker import may_record, uses_plugin
-from pytest_fsdp_comm.options import OBSERVER, OPTIONS, SETTINGS, join_paths
+from pytest_fsdp_comm.options import OBSERVER, OPTIONS, SETTINGS, find_first_page, join_paths
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.reports.ci.outcomes import read_origin
 from pytest_fsdp_comm.reports.html.values import (
@@ -31,13 +33,15 @@ from pytest_fsdp_comm.reports.html.values import (
     share_timelines,
     timeline_of,
 )
-from pytest_fsdp_comm.snapshots.documents import SnapshotText, write_atomically
-from pytest_fsdp_comm.snapshots.explain import explain_result
+from pytest_fsdp_comm.snapshots.documents import SnapshotText
+from pytest_fsdp_comm.snapshots.explain import explain_results
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 from pytest_fsdp_comm.snapshots.failed_comparison import reason_of
 from pytest_fsdp_comm.text.codec import from_json, to_json
+from pytest_fsdp_comm.text.files import write_atomically
 from pytest_fsdp_comm.text.words import shell_word, shorten, show_path
 from pytest_fsdp_comm.tree.model import ShardTree
+from pytest_fsdp_comm.tree.profile import TreeProfile
 
 # Name of the plugin that writes the report; ranks unregister it.
 SESSION_PLUGIN: Final = "fsdp-comm-report"
@@ -54,7 +58,7 @@ _MAX_COMPARISONS: Final = 50
 _UNCOMPARED: Final = Compared(name="", kind="comm", verdict="uncompared")
 
 
-def register(config: pytest.Config, directory: Path) -> None:
+def register(config: pytest.Config, place: Path) -> None:
     """Register the plugins that this process needs for the report."""
     if config.option.collectonly:
         return
@@ -63,7 +67,7 @@ def register(config: pytest.Config, directory: Path) -> None:
     notes = config.stash[OBSERVER] = Notes()
     config.pluginmanager.register(notes, "fsdp-comm-notes")
     if not is_rank:
-        plugin = SessionReport(config, notes, directory)
+        plugin = SessionReport(config, notes, place)
         config.pluginmanager.register(plugin, SESSION_PLUGIN)
 
 
@@ -98,10 +102,10 @@ class Notes:
             value = values[name]
             compared = _UNCOMPARED
             if assertion.explains:
-                compared = _describe_comparison(assertion, name, result, value)
-            self._add(compared, _recording_of(value))
+                compared = _make_compared(assertion, name, result, value)
+            self._add_result(compared, _recording_of(value))
 
-    def _add(self, compared: Compared, recording: Recording | None) -> None:
+    def _add_result(self, compared: Compared, recording: Recording | None) -> None:
         if recording is not None:
             self._recordings.append(recording)
             compared = replace(compared, timelines=(timeline_of(recording),))
@@ -117,9 +121,9 @@ class Notes:
             context = item.config.stash.get(RANK_CONTEXT, None)
             if context is None or context.rank == context.settings.ranks[0]:
                 with suppress(FsdpCommError):  # the recording is too large for a snapshot
-                    text = SnapshotText.of(fold(recording), where="the recording")
+                    text = SnapshotText.from_profile(fold(recording), where="the recording")
                     compared = replace(_UNCOMPARED, new=str(text))
-            self._add(compared, recording)
+            self._add_result(compared, recording)
 
     def enter_rank(self, config: pytest.Config) -> None:
         """Unregister the report plugin, because only the pytest process writes the report."""
@@ -141,7 +145,7 @@ class Notes:
             world_size=settings.world_size,
             backend=settings.backend,
             silent_ranks=tuple(rank for rank in settings.ranks if rank not in payloads),
-            compared=tuple(_merged(payloads)),
+            compared=tuple(_merge_timelines(payloads)),
         )
         return []
 
@@ -159,15 +163,13 @@ def _recording_of(value: Any) -> Recording | None:
     return recording
 
 
-def _describe_comparison(
+def _make_compared(
     assertion: CommSnapshot, name: str, result: AssertionResult, value: object
 ) -> Compared:
     item = assertion.test_location.item
-    verdict = _verdict(result)
-    text, accept, headline = None, "", ""
+    verdict = _decide_verdict(result)
     is_difference = result.recalled_data is not None or result.exception is not None
-    if verdict in {"differs", "broken"} or (verdict == "updated" and is_difference):
-        text, accept, headline = explain_result(assertion, name, result)
+    is_explained = verdict in {"differs", "broken"} or (verdict == "updated" and is_difference)
     return Compared(
         name=name,
         kind="tree" if isinstance(value, ShardTree) else "comm",
@@ -175,14 +177,12 @@ def _describe_comparison(
         file=show_path(Path(result.snapshot_location), item.config.rootpath),
         old=str(result.recalled_data or ""),
         new=str(result.asserted_data or ""),
-        text=text,
-        accept=accept,
-        headline=headline,
+        failure=explain_results(assertion, {name: result}) if is_explained else None,
         tree=value if isinstance(value, ShardTree) else None,
     )
 
 
-def _verdict(result: AssertionResult) -> Verdict:
+def _decide_verdict(result: AssertionResult) -> Verdict:
     if result.exception is not None:
         return "broken"
     if result.created or result.updated:
@@ -192,7 +192,7 @@ def _verdict(result: AssertionResult) -> Verdict:
     return "missing" if result.recalled_data is None else "differs"
 
 
-def _merged(payloads: Mapping[int, Record]) -> Iterator[Compared]:
+def _merge_timelines(payloads: Mapping[int, Record]) -> Iterator[Compared]:
     """Add the timelines of all ranks to the lowest rank's comparisons."""
     records = sorted(payloads.items())
     for index, comparison in enumerate(records[0][1].compared if records else ()):
@@ -217,11 +217,11 @@ def _merged(payloads: Mapping[int, Record]) -> Iterator[Compared]:
 class SessionReport:
     """Writes the report; registered in the process that writes it, and in each xdist worker."""
 
-    def __init__(self, config: pytest.Config, notes: Notes, directory: Path) -> None:
+    def __init__(self, config: pytest.Config, notes: Notes, place: Path) -> None:
         self._config = config
         self._is_worker = hasattr(config, "workerinput")
         self._notes = notes
-        self._directory = directory
+        self._place = place
         self._items: dict[str, pytest.Item] = {}
         self._results: dict[str, Result] = {}
         self._finished: set[str] = set()
@@ -246,9 +246,9 @@ class SessionReport:
                 vars(report)[_RECORD] = to_json(record)
             return
         if item is not None or hasattr(report, _RECORD):
-            self._add(report, item, vars(report).pop(_RECORD, None))
+            self._add_result(report, item, vars(report).pop(_RECORD, None))
 
-    def _add(self, report: pytest.TestReport, item: pytest.Item | None, sent: Any) -> None:
+    def _add_result(self, report: pytest.TestReport, item: pytest.Item | None, sent: Any) -> None:
         result = self._results.get(report.nodeid)
         if result is None or (report.when == "setup" and report.nodeid in self._finished):
             # This is the first report of the test or of a rerun, so start a new result.
@@ -258,7 +258,7 @@ class SessionReport:
             place = None if line is None else self._origin.place(root / file, line + 1, root=root)
             address = self._origin.line_address(place)
             result = Result(nodeid=report.nodeid, outcome="unfinished", address=address)
-        outcome = _outcome(report) or result.outcome
+        outcome = _decide_outcome(report) or result.outcome
         is_worse = result.outcome not in {"failed", "error"} and outcome in {"failed", "error"}
         if is_worse:
             problem, message = report.longreprtext, shorten(reason_of(report), _MAX_MESSAGE)
@@ -291,12 +291,13 @@ class SessionReport:
             or bool(session.shouldfail or session.shouldstop),
             command=" ".join(map(shell_word, ("pytest", *join_paths(map(str, invocation.args))))),
             made_at=time.strftime("%Y-%m-%d %H:%M"),
+            versions=_describe_versions(),
         )
-        path = show_path(self._directory / "index.html", invocation.dir)
+        path = show_path(find_first_page(self._place), invocation.dir)
         try:
-            write_report(run, self._directory)
+            write_report(run, self._place)
         except OSError as problem:
-            self._written = f"the report {path} is not complete: {problem}"
+            self._written = printable(f"the report {path} is not complete: {problem}")
         else:
             self._written = f"report: {path}"
 
@@ -305,17 +306,39 @@ class SessionReport:
             terminalreporter.write_line(f"fsdp-comm: {self._written}")
 
 
-def write_report(run: Run, directory: Path) -> None:
-    """Write the pages of an HTML report, replacing an earlier run's pages. May raise OSError."""
-    from pytest_fsdp_comm.reports.html.pages import render_pages  # noqa: PLC0415  # loads jinja2
+def write_report(run: Run, place: Path) -> None:
+    """Write an HTML report, replacing an earlier run's pages. May raise OSError.
 
-    (directory / "tests").mkdir(parents=True, exist_ok=True)
-    pages = render_pages(run, lambda text: SnapshotText(text, where="the recording").profile)
-    for name, page in pages:
-        write_atomically(directory / name, page)
+    Args:
+        run: The run to show.
+        place: A file whose name ends with ``.html``, or the directory of the pages.
+    """
+    from pytest_fsdp_comm.reports.html.pages import (  # noqa: PLC0415  # loads jinja2
+        render_pages,
+        render_single_page,
+    )
+
+    def read(text: str) -> CommProfile | TreeProfile:
+        return SnapshotText(text, where="the recording").profile
+
+    if find_first_page(place) == place:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(place, render_single_page(run, read))
+        return
+    (place / "tests").mkdir(parents=True, exist_ok=True)
+    for name, page in render_pages(run, read):
+        write_atomically(place / name, page)
 
 
-def _outcome(report: pytest.TestReport) -> Outcome | None:
+def _describe_versions() -> str:
+    versions = []
+    for name in ("pytest-fsdp-comm", "torch", "pytest", "syrupy"):
+        with suppress(metadata.PackageNotFoundError):  # for example, a build without metadata
+            versions.append(f"{name} {metadata.version(name)}")
+    return ", ".join([*versions, f"Python {python_version()}"])
+
+
+def _decide_outcome(report: pytest.TestReport) -> Outcome | None:
     if report.failed:
         return "failed" if report.when == "call" else "error"
     if report.skipped:

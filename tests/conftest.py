@@ -1,5 +1,7 @@
 """Hypothesis profiles, and fixtures of all tests."""
 
+import contextlib
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -15,6 +17,16 @@ def _uncompiled_projects():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
         yield
+
+
+@pytest.fixture(scope="session")
+def _warm_starter():
+    """Return a process that has imported torch; only tests that start sessions need it."""
+    # Imported here, because some tests copy this file without that one.
+    from warm import WarmStarter
+
+    with contextlib.closing(WarmStarter()) as starter:
+        yield starter
 
 
 @pytest.fixture

@@ -64,9 +64,11 @@ world_size 131072
 ranks 0-511,1024
 mesh world=131072 stride 1
 async unknown
+overlap known
 answered cpu to train:Model.<locals>.step (torch.autocast)
 answered 1.0 to train:Model.forward (item)
-forward 0 broadcast[world] x1 of 1_000 B uint8 root 3 ranks 0-510/2
+forward 0 broadcast[world] x1 of 1_000 B uint8 root 3 exposed ranks 0-510/2
+forward 0 host_wait item x2 ranks 0-510/2
 outside (no-module) barrier[world] x1
 peak gathered 8 B ranks 0-505:2/8
 peak gathered 4 B ranks 2,1024
@@ -128,6 +130,7 @@ PIECES = [
     *(", x1 of 8 B int8", " stride 1"),
     *("mesh a=2x2 stride 4x1\n", "mesh a=2 ranks 0,3\n", "peak gathered 8 B\n", "async unknown\n"),
     *(" activations", " of float32", "activation sizes not compared\n"),
+    *(" exposed", "overlap known\n", "forward a host_wait item x1\n"),
     *("end\n", "end", "mesh", "world_size", "world_size 0", "dp=0", "dp=4", "x0", "0 B", "frozen"),
     *("unit a fsdp2\n", "parameter a float32[1]\n", "forward a unshard x1\n", "[", "]", "root"),
     *("é", "\U0001f600", "a" * 300, "tied=", "group=1", "ranks 0\n", "ranks 1,2\n", "  end\n"),

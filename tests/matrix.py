@@ -3,7 +3,7 @@
     python tests/matrix.py docs/matrix/torch-2.13.0.json
 
 `nox -s matrix` runs it for each of `COMBINATIONS`. `python docs/matrix_table.py` writes the results
-into docs/limits.md.
+into docs/torch-versions.md.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from texts import parse_comm
 from torch.profiler import ProfilerActivity, profile
 from torch_facts import HAS_FLIGHT_RECORDER
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 
 SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
@@ -171,7 +171,7 @@ def _profiled_events(step: Callable[[], object]) -> list[Any]:
         # gloo's thread ends an operation's record after it has woken the waiters. Reading the
         # results at that moment crashed a rank once in some thousand runs (torch 2.13), so wait
         # while the profiler is still on.
-        time.sleep(under_load(0.02))
+        time.sleep(extend_under_load(0.02))
     return sorted(profiler.events(), key=lambda event: event.time_range.start)
 
 

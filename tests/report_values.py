@@ -1,11 +1,21 @@
 """Build values for reports: steps of FSDP2, and trees of models with any number of layers."""
 
 from dataclasses import replace
+from typing import get_args
 
-from pytest_fsdp_comm.comm.events import Collective, Phase, Recording, Reshard, Role, Source
+from pytest_fsdp_comm.comm.events import (
+    Beside,
+    Collective,
+    HostWait,
+    Phase,
+    Recording,
+    Reshard,
+    Role,
+    Source,
+)
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import fold, merge
-from pytest_fsdp_comm.reports.explanation import FailureText
+from pytest_fsdp_comm.reports.explanation import Failure, Severity, Statement
 from pytest_fsdp_comm.reports.html.values import Compared, Record, Result, timeline_of
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
@@ -100,8 +110,53 @@ def record_step(layers, *, steps=1, name="layers", extra=0, rank=0):
     )
 
 
+def with_overlap(recording):
+    """Return a simulated rank's recording: all-gathers in forward are exposed, as the host waits.
+
+    All other collectives have 2 of the modules of layer 0 beside them.
+    """
+    beside = tuple(Beside(module=f"layers.0.{name}", flops=750_000_000) for name in ("a", "b"))
+    collectives = [
+        replace(event, exposed=True)
+        if (event.kind, event.phase) == ("all_gather", Phase.FORWARD)
+        else replace(event, exposed=False, beside=beside)
+        for event in recording.collectives
+    ]
+    # In the middle of each layer's forward.
+    waits = [
+        HostWait(
+            index=event.index,
+            way="item",
+            owner=event.owner,
+            issued_in=event.owner,
+            phase=event.phase,
+            call_site="model.py:37",
+        )
+        for event in recording.collectives
+        if event.axis == "tp"
+    ]
+    return replace(
+        recording,
+        collectives=tuple(collectives),
+        host_waits=tuple(waits),
+        shows_overlap=True,
+    )
+
+
 def profile_of(*recordings):
     return merge([fold(recording) for recording in recordings])
+
+
+def failure_of(head="comm_mode differs from a.ws4.comm", **facts):
+    """Return a failure; texts are passed by severity, with ``_`` for spaces."""
+    names = {name.replace(" ", "_"): name for name in get_args(Severity)}
+    statements = [
+        Statement(severity=names[name], text=text)
+        for name in names.keys() & facts.keys()
+        for text in facts.pop(name)
+    ]
+    defaults = {"compared": "comm_mode", "snapshot": head.rpartition(" ")[2]}
+    return Failure(head=head, statements=tuple(statements), **{**defaults, **facts})
 
 
 def compared(old, new, **changes):
@@ -116,13 +171,14 @@ def compared(old, new, **changes):
             "file": "snapshots/test_x/test_y.ws4.comm",
             "old": format_profile(profile_of(*before)),
             "new": format_profile(profile_of(*ranks)),
-            "text": FailureText(
+            "failure": failure_of(
                 head="comm_mode differs from snapshots/test_x/test_y.ws4.comm",
+                change=("2 layers more",),
                 cost=("+63 % bytes in all_gather[dp]",),
-                causes=("layers were added",),
+                likely=("layers were added",),
+                command="pytest --snapshot-update ",
+                test="test_x.py",
             ),
-            "accept": "pytest --snapshot-update",
-            "headline": "2 layers more",
             "timelines": (replace(timeline_of(new), ranks=(0, 1, 2, 3)),),
             **changes,
         }

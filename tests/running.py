@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 # The Python of sessions to which a test sends no signal; acceptance/ replaces it (see warm.py).
 PYTHON = sys.executable
@@ -45,7 +45,7 @@ def start(path, *arguments, python=sys.executable):
 
 
 def wait_for(condition, *, timeout_s=60):
-    until = time.monotonic() + under_load(timeout_s)
+    until = time.monotonic() + extend_under_load(timeout_s)
     while not condition():
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.01)

@@ -5,6 +5,9 @@ from fractions import Fraction
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.explanation.evidence import Recordings
+from pytest_fsdp_comm.comm.explanation.search import explain
+from pytest_fsdp_comm.comm.explanation.steps import rename_rows
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import SUBJECTS, CommProfile, Row, sort_rows
 
@@ -169,3 +172,10 @@ def evaluated(old):
         return times(entry, 2) if entry.phase is FORWARD and not is_kept else entry
 
     return changed(old, change)
+
+
+def describe_steps(old, new):
+    """Return the sentence of each step between two profiles."""
+    steps = explain(old, new).steps
+    recordings = Recordings(old=old, renamed=rename_rows(old, steps), new=new)
+    return [step.describe(recordings) for step in steps]

@@ -1,10 +1,13 @@
 """Differences between versions of torch, as conditions and skip marks for tests."""
 
+import inspect
 import re
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 VERSION = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
 # Checked in 2.7.1 and 2.9.1, and in 2.11.0, which differs; not checked in 2.8 and 2.10.
@@ -48,3 +51,17 @@ SHOWS_ASYNC = "async" in str(torch.ops.c10d.allreduce_.default._schema)
 
 SUMS_NORMS_AT_EACH_USE = BEFORE_2_11
 """Whether a norm of DTensors stays partial, and is reduced at each use."""
+
+DDP_SKIPS_UNUSED = (
+    "skip_all_reduce_unused_params" in inspect.signature(DistributedDataParallel).parameters
+)
+"""Whether DDP can leave out buckets whose parameters are all unused; 2.7 cannot."""
+
+DDP_FINALIZES_MANUALLY = hasattr(DistributedDataParallel, "finalize_backward")
+"""Whether DDP can wait for its all-reduces later than at the end of backward, as since 2.15."""
+
+MESH_TAKES_BACKENDS = "backend_override" in inspect.signature(init_device_mesh).parameters
+"""Whether a mesh may choose the backend of each axis; 2.7 cannot."""
+
+HAS_DEVICE_INDEX = hasattr(torch.accelerator, "device_index")
+"""Whether `torch.accelerator` has a context manager that selects a GPU; 2.7 does not."""

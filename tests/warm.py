@@ -36,9 +36,13 @@ exec {python} -IS {program} {socket} "$@"
 
 
 class WarmStarter:
-    """A process that forks sessions; it ends with the process that started it."""
+    """A process that forks sessions; it ends with the process that started it.
 
-    def __init__(self):
+    Args:
+        modules: What to import besides torch.
+    """
+
+    def __init__(self, *modules):
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST_NBYTES)
         self._directory = Path(tempfile.mkdtemp(prefix="warm-"))
@@ -54,12 +58,13 @@ class WarmStarter:
             )
         )
         Path(self.python).chmod(0o700)
+        sockets = [theirs.fileno(), listener.fileno()]
         with theirs, listener:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             environment.pop("PYTHONPATH", None)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(theirs.fileno()), str(listener.fileno())],
-                pass_fds=[theirs.fileno(), listener.fileno()],
+                [sys.executable, "-P", __file__, *map(str, sockets), *modules],
+                pass_fds=sockets,
                 env=environment,
                 stdin=subprocess.DEVNULL,
             )
@@ -173,6 +178,7 @@ def run(request):
     os.environ.update(request["environment"])
     added = os.environ.get("PYTHONPATH", "")
     sys.path[:0] = [request["directory"], *filter(None, added.split(os.pathsep))]
+    reopen_output()
     status = 0
     try:
         become_python(request["command"], request["python"])
@@ -187,6 +193,17 @@ def run(request):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def reopen_output():
+    """Replace the streams, whose buffering and seekability suit the files of the first process."""
+    for number, name, buffering in ((1, "stdout", -1), (2, "stderr", 1)):
+        old = getattr(sys, name)
+        stream = os.fdopen(
+            number, "w", buffering, encoding=old.encoding, errors=old.errors, closefd=False
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def keep_compiled(*packages):
@@ -247,7 +264,7 @@ def warm_workers(program):
 
 
 if __name__ == "__main__":
-    sockets = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
+    sockets = [socket.socket(fileno=int(number)) for number in sys.argv[1:3]]
     with sockets[0] as requests_, sockets[1] as listener_:
         # Import pytest's modules in the order of ``python -m pytest``, and torch's, for sessions.
         import _pytest.config
@@ -257,8 +274,9 @@ if __name__ == "__main__":
         import torch.distributed.tensor.parallel
         import torch.testing._internal.distributed.fake_pg  # noqa: F401  # see above
 
-        for name in _pytest.config.default_plugins:
-            importlib.import_module(f"_pytest.{name}")
+        plugins = [f"_pytest.{name}" for name in _pytest.config.default_plugins]
+        for name in (*plugins, *sys.argv[3:]):
+            importlib.import_module(name)
         keep_compiled("pytest_fsdp_comm", "syrupy", "xdist")
         # Imported modules outlive every session, so exclude them from garbage collection.
         gc.collect()

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pytest_fsdp_comm import CommMode
-from pytest_fsdp_comm.simulation.world import simulated
+from pytest_fsdp_comm.simulation.world import simulate_rank
 
 RANKS, SEQUENCE = 1024, 64
 BF16, FLOAT = 2, 4
@@ -184,7 +184,7 @@ def main():
     table_rows = rows()
     for name in names:
         started = time.process_time()
-        with simulated(answers=True, shares=()):
+        with simulate_rank(answers=True, shares=()):
             mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
             *_, table_rows[name] = step(name, mesh, CommMode(trace_operations=False))
         print(table_rows[name], f"{time.process_time() - started:.1f} CPU s", flush=True)  # noqa: T201

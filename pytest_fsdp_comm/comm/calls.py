@@ -10,9 +10,9 @@ from typing import Any, Final
 from pytest_fsdp_comm.comm.events import Collective, Source
 from pytest_fsdp_comm.text.fqn import write_word
 
-# To add a field to snapshots, you only need to declare it in `Calls` with `_word`, because the
-# writer and the reader of snapshots use `CALL_WORDS`, and rows are compared by all fields. If a
-# snapshot lacks the field, the reader uses the default.
+# To add a field to snapshots, you only need to declare it in `Calls` with `_make_word_field`,
+# because the writer and the reader of snapshots use `CALL_WORDS`, and rows are compared by all
+# fields. If a snapshot lacks the field, the reader uses the default.
 
 _WORD: Final = "word"
 NOT_LAST: Final = " but not the last"
@@ -48,7 +48,9 @@ class CallWord:
         return self.value_type(text) if self.value_pattern else True
 
 
-def _word(default: Any, text: str, getter: Callable[[Collective], Any], **options: Any) -> Any:
+def _make_word_field(
+    default: Any, text: str, getter: Callable[[Collective], Any], **options: Any
+) -> Any:
     word = CallWord(text=text, getter=getter, value_type=type(default), **options)
     return field(default=default, metadata={_WORD: word})
 
@@ -79,25 +81,25 @@ class Calls:
     """Whether the calls send pickled objects, whose size varies with their contents."""
     is_unsized: bool = False
     """Whether the calls send activations whose sizes are not compared."""
-    ahead: int = _word(
+    ahead: int = _make_word_field(
         0, "ahead {}", lambda event: event.ahead or 0, value_pattern=_COUNT, is_timing=True
     )
     """`events.Collective.ahead`, or 0 if that is None."""
-    is_async: bool = _word(
+    is_async: bool = _make_word_field(
         default=False, text="async", getter=lambda event: event.is_async is True, is_timing=True
     )
     """Whether the calls are asynchronous (``async_op=True``); False if torch does not report it."""
-    peer: int = _word(0, "peer {:+}", _peer_distance, value_pattern=f"[+-]{_COUNT}")
+    peer: int = _make_word_field(0, "peer {:+}", _peer_distance, value_pattern=f"[+-]{_COUNT}")
     """For sends and receives, the distance to the other rank, taking the shorter way around the
     group: 1 is the next rank, -1 the previous one. 0 for other kinds and unknown ranks."""
-    root_rank: int = _word(
+    root_rank: int = _make_word_field(
         -1,
         "root {}",
         lambda event: -1 if event.root_rank is None else event.root_rank,
         value_pattern=f"0|{_COUNT}",
     )
     """`events.Collective.root_rank`, or -1 if that is None."""
-    reduce_op: str = _word(
+    reduce_op: str = _make_word_field(
         "",
         "by {}",
         _reduce_op_of_user,
@@ -105,7 +107,7 @@ class Calls:
     )
     """The reduction op of calls from user code, such as ``avg``; empty for a sum. Always empty for
     calls of FSDP, DDP and DTensor, because their op depends on the backend."""
-    backwards: str = _word(
+    backwards: str = _make_word_field(
         "",
         "in {}",
         lambda _: "",
@@ -114,6 +116,10 @@ class Calls:
     )
     """The backward passes that issue these calls, such as ``the last of 4 backwards``. Empty if
     every pass that computes the gradients also reduces them. See Note [Comparable]."""
+    exposed: bool = _make_word_field(
+        default=False, text="exposed", getter=lambda event: event.exposed is True, is_timing=True
+    )
+    """Whether nothing can hide the calls; False if the recording does not show overlap."""
     count: int = 0
     """Number of calls; 0 in a `Calls` that is only used as a dictionary key."""
 
@@ -127,7 +133,7 @@ class Calls:
         return self.is_object or self.is_unsized
 
     @classmethod
-    def of(cls, event: Collective, backwards: str = "") -> Calls:
+    def from_event(cls, event: Collective, backwards: str = "") -> Calls:
         """Build the `Calls` for one collective, with a count of 0."""
         is_object = event.source is Source.OBJECT
         return cls(

@@ -56,6 +56,9 @@ class Cost:
     """The ranks that issue `collectives`, ascending; empty for all ranks recorded on both sides."""
     collectives: tuple[PartCost, ...] = ()
     """One entry for each axis and kind that either side uses, sorted by axis, then kind."""
+    exposed_before: int = 0
+    """Bytes of exposed calls, on the rank where they change most; 0 on real ranks."""
+    exposed_after: int = 0
     peak_before: int = 0
     """Peak bytes of gathered parameters, on the rank whose peak changes most; 0 without gathers."""
     peak_after: int = 0
@@ -86,11 +89,11 @@ class Cost:
 
 def cost_of_change(old: CommProfile, new: CommProfile) -> Cost:
     """Compute what a change costs on the ranks in both profiles; empty if they share no ranks."""
-    groups = _groups_of_equal_ranks(old, new)
+    groups = _group_equal_ranks(old, new)
     if not groups:
         return Cost()
     firsts = frozenset(groups)
-    before, after = (_volumes(profile, firsts) for profile in (old, new))
+    before, after = (_sum_volumes_by_rank(profile, firsts) for profile in (old, new))
     changes = {
         rank: {
             part: (before[rank][part], after[rank][part])
@@ -98,10 +101,15 @@ def cost_of_change(old: CommProfile, new: CommProfile) -> Cost:
         }
         for rank in groups
     }
-    change, ranks = _largest(changes, groups, _weight)
-    old_peaks, new_peaks = (_peaks(profile, firsts) for profile in (old, new))
+    change, ranks = _find_largest_and_its_ranks(changes, groups, _volume_change_sort_key)
+    old_peaks, new_peaks = (_find_peaks_by_rank(profile, firsts) for profile in (old, new))
     peaks = {rank: (old_peaks[rank], new_peaks[rank]) for rank in groups}
-    peak, peak_ranks = _largest(peaks, groups, lambda pair: (abs(pair[1] - pair[0]), pair[1]))
+    peak, peak_ranks = _find_largest_and_its_ranks(
+        peaks, groups, lambda pair: (abs(pair[1] - pair[0]), pair[1])
+    )
+    old_exposed, new_exposed = (_exposed_nbytes(profile, firsts) for profile in (old, new))
+    exposed = [(old_exposed[rank], new_exposed[rank]) for rank in groups]
+    exposed_before, exposed_after = max(exposed, key=lambda pair: abs(pair[1] - pair[0]))
     collectives = tuple(
         PartCost(kind=kind, axis=axis, before=was, after=now)
         for (axis, kind), (was, now) in change.items()
@@ -109,13 +117,15 @@ def cost_of_change(old: CommProfile, new: CommProfile) -> Cost:
     return Cost(
         ranks=ranks,
         collectives=collectives,
+        exposed_before=exposed_before,
+        exposed_after=exposed_after,
         peak_before=peak[0],
         peak_after=peak[1],
         peak_ranks=peak_ranks,
     )
 
 
-def _groups_of_equal_ranks(old: CommProfile, new: CommProfile) -> dict[int, list[int]]:
+def _group_equal_ranks(old: CommProfile, new: CommProfile) -> dict[int, list[int]]:
     """Group ranks with equal rows and peaks on both sides; key each group by its lowest rank."""
     lists: set[tuple[int, ...]] = set()
     for profile in (old, new):
@@ -132,7 +142,9 @@ def _groups_of_equal_ranks(old: CommProfile, new: CommProfile) -> dict[int, list
     return {group[0]: group for group in groups.values()}
 
 
-def _volumes(profile: CommProfile, ranks: frozenset[int]) -> dict[int, defaultdict[_Part, Volume]]:
+def _sum_volumes_by_rank(
+    profile: CommProfile, ranks: frozenset[int]
+) -> dict[int, defaultdict[_Part, Volume]]:
     by_list: defaultdict[tuple[int, ...], defaultdict[_Part, Volume]]
     by_list = defaultdict(lambda: defaultdict(Volume))
     for row in profile.collectives:
@@ -147,23 +159,32 @@ def _volumes(profile: CommProfile, ranks: frozenset[int]) -> dict[int, defaultdi
     return sums
 
 
-def _peaks(profile: CommProfile, ranks: frozenset[int]) -> dict[int, int]:
+def _exposed_nbytes(profile: CommProfile, ranks: frozenset[int]) -> dict[int, int]:
+    sums = dict.fromkeys(ranks, 0)
+    for row in profile.collectives if profile.shows_overlap else ():
+        nbytes = row.exposed_nbytes
+        for rank in ranks.intersection(row.ranks or ranks) if nbytes else ():
+            sums[rank] += nbytes
+    return sums
+
+
+def _find_peaks_by_rank(profile: CommProfile, ranks: frozenset[int]) -> dict[int, int]:
     peaks = dict.fromkeys(ranks, 0)
     for peak in profile.peaks:
         peaks.update(dict.fromkeys(ranks.intersection(peak.ranks or ranks), peak.nbytes))
     return peaks
 
 
-def _weight(change: Mapping[_Part, tuple[Volume, Volume]]) -> tuple[int, int, int]:
+def _volume_change_sort_key(change: Mapping[_Part, tuple[Volume, Volume]]) -> tuple[int, int, int]:
     pairs = change.values()
     return (
-        sum(abs(now.nbytes - was.nbytes) for was, now in pairs),
-        sum(abs(now.count - was.count) + abs(now.unsized - was.unsized) for was, now in pairs),
-        sum(now.nbytes for _, now in pairs),
+        sum(abs(new.nbytes - old.nbytes) for old, new in pairs),
+        sum(abs(new.count - old.count) + abs(new.unsized - old.unsized) for old, new in pairs),
+        sum(new.nbytes for _, new in pairs),
     )
 
 
-def _largest(
+def _find_largest_and_its_ranks(
     values: Mapping[int, _Value],
     groups: Mapping[int, Sequence[int]],
     weight: Callable[[_Value], tuple[int, ...]],

@@ -11,15 +11,18 @@ from typing import Literal, TypeAlias
 from pytest_fsdp_comm.comm.calls import UNTIMED, Calls
 from pytest_fsdp_comm.comm.cost import Cost, cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.explanation.causes import Cause, Inputs, find_causes, swapped_axes
+from pytest_fsdp_comm.comm.explanation.causes import Cause, find_causes
+from pytest_fsdp_comm.comm.explanation.evidence import Evidence, Recordings
+from pytest_fsdp_comm.comm.explanation.overlap import ExposureChange, find_exposure_changes
+from pytest_fsdp_comm.comm.explanation.passes import Redistributed
 from pytest_fsdp_comm.comm.explanation.search import Explanation, explain
-from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step
+from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step, rename_rows
 from pytest_fsdp_comm.comm.explanation.training import (
     TrainingChange,
     find_training_changes,
     reports_step,
 )
-from pytest_fsdp_comm.comm.mesh import MeshAxis, show_mesh
+from pytest_fsdp_comm.comm.mesh import MeshAxis, group_counts, show_mesh
 from pytest_fsdp_comm.comm.profile import (
     CommProfile,
     Row,
@@ -28,10 +31,11 @@ from pytest_fsdp_comm.comm.profile import (
     Subject,
     comparable,
     replace_fields,
-    step_order,
+    subject_and_phase_sort_key,
 )
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
+from pytest_fsdp_comm.text.words import show_count
 
 Place: TypeAlias = tuple[str | None, RowKey]
 _Rows: TypeAlias = tuple[Row, ...]
@@ -72,7 +76,8 @@ class Change:
     """The recording's rows for the first owner; see `before`."""
     old_text: str = ""
     new_text: str = ""
-    """`old_text` and `new_text` are the two values; both are empty if the difference is in rows."""
+    """`old_text` and `new_text` are the two values; both are empty if the difference is in rows. If
+    only `old_text` is empty, `new_text` says what changed."""
     new_calls: NewCalls = NewCalls()
 
 
@@ -92,38 +97,27 @@ class Comparison:
     """The rows of the recording, with their sites, keyed by owner and row key."""
     training: tuple[TrainingChange | Step, ...] = ()
     """Changes that break training, worst first."""
+    reported: tuple[TrainingChange | Step, ...] = ()
+    """The changes in `training`, then other changes of gradients, regressions, and other steps."""
+    sentences: tuple[str, ...] = ()
+    """One line for each change in `reported`; true of both recordings."""
+    exposures: tuple[ExposureChange, ...] = ()
+    """Calls that are exposed now, or no longer, on simulated ranks."""
     cost: Cost = field(default_factory=Cost)
 
     def new_calls(self, step: Replaced, owner: str | None, key: RowKey) -> NewCalls:
         """Find the lines that issued the calls that a step adds to these rows of the owner."""
         rows = step.rows[owner]
-        return _new_calls(
+        return _find_new_calls(
             owner,
-            step.was[owner].get(key, ()),
+            step.old_rows[owner].get(key, ()),
             rows[key],
             self.recorded.get((owner, key), ()),
             is_of_dtensors=any(changed.subject == "redistribution" for changed in rows),
         )
 
-    @property
-    def reported(self) -> tuple[TrainingChange | Step, ...]:
-        """Changes that break training, then regressions, other steps, and steps caused by torch."""
-        steps = () if self.explanation is None else self.explanation.steps
-        # Use ids as keys, because steps are not hashable.
-        order = {
-            id(step): (not cause.is_of_regression, cause.is_of_torch)
-            for cause in self.causes
-            for step in cause.steps
-        }
-        # A redistribution in forward comes before its counterpart in backward.
-        further = sorted(
-            (step for step in steps if not reports_step(self.training, step)),
-            key=lambda step: (order.get(id(step), (True, False)), _is_of_backward(step)),
-        )
-        return (*self.training, *further)
 
-
-def _is_reported(training: Iterable[TrainingChange | Step], change: Change) -> bool:
+def _is_covered_by_training(training: Iterable[TrainingChange | Step], change: Change) -> bool:
     """Whether the report of one training problem already covers all rows of a remaining change."""
     rows = (*change.before, *change.after)
     return any(
@@ -133,12 +127,27 @@ def _is_reported(training: Iterable[TrainingChange | Step], change: Change) -> b
     )
 
 
-def _is_of_backward(step: Step) -> bool:
-    return (
-        isinstance(step, Replaced)
-        and step.kind == "redistributed"
-        and step.facts["phase"] is Phase.BACKWARD
+def _sort_unreported_steps(
+    steps: Iterable[Step],
+    training: Sequence[TrainingChange | Step],
+    causes: Iterable[Cause],
+) -> list[Step]:
+    """Sort the steps that `training` does not report: regressions first, changes of torch last."""
+    # Use ids as keys, because steps are not hashable.
+    order = {
+        id(step): (not cause.is_of_regression, cause.is_of_torch)
+        for cause in causes
+        for step in cause.steps
+    }
+    # A redistribution in forward comes before its counterpart in backward.
+    return sorted(
+        (step for step in steps if not reports_step(training, step)),
+        key=lambda step: (order.get(id(step), (True, False)), _is_of_backward(step)),
     )
+
+
+def _is_of_backward(step: Step) -> bool:
+    return isinstance(step, Redistributed) and step.phase is Phase.BACKWARD
 
 
 def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None) -> Comparison:
@@ -146,36 +155,46 @@ def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None
     words = {True: "compared", False: "not compared"}
     sizes = words[old.sizes_activations], words[new.sizes_activations]
     old, new = comparable(old, new)
-    frames = tuple(_compare_frames(old, new, sizes))
-    recorded = _by_place(new.rows)
+    frames = tuple(_compare_run_facts(old, new, sizes))
+    recorded = _group_by_place(new.rows)
     rows = tuple(_compare_rows(old.rows, new.rows, recorded))
     if not (frames or rows):
         return Comparison(changes=())
     cost = cost_of_change(old, new)
-    if not rows:
-        causes = tuple(swapped_axes(old, new))
-        return Comparison(changes=frames, remaining=frames, causes=causes, cost=cost)
     explanation = explain(old, new)
+    recordings = Recordings(
+        old=old, renamed=rename_rows(old, explanation.steps), new=new, trees=evidence
+    )
     causes = find_causes(
         explanation,
-        Inputs(old=old, new=new, trees=evidence),
-        is_same_mesh=all(change.subject != "frame" for change in frames),
+        recordings,
+        is_same_mesh=not any(change.subject == "frame" and change.old_text for change in frames),
     )
     of_torch = [step for cause in causes if cause.is_of_torch for step in cause.steps]
-    training = find_training_changes(old, new, explanation.steps, evidence, of_torch)
+    training, others = find_training_changes(recordings, explanation.steps, of_torch)
+    of_gradients = (*training, *others)
+    reported = (*of_gradients, *_sort_unreported_steps(explanation.steps, of_gradients, causes))
     remaining = _compare_rows(explanation.before, explanation.after, recorded)
     return Comparison(
         changes=(*frames, *rows),
         explanation=explanation,
-        remaining=(*frames, *(item for item in remaining if not _is_reported(training, item))),
+        remaining=(
+            *frames,
+            *(item for item in remaining if not _is_covered_by_training(of_gradients, item)),
+        ),
         causes=causes,
         training=training,
+        reported=reported,
+        sentences=tuple(change.describe(recordings) for change in reported),
         recorded=recorded,
+        exposures=find_exposure_changes(recordings),
         cost=cost,
     )
 
 
-def _compare_frames(old: CommProfile, new: CommProfile, sizes: tuple[str, str]) -> Iterable[Change]:
+def _compare_run_facts(
+    old: CommProfile, new: CommProfile, sizes: tuple[str, str]
+) -> Iterable[Change]:
     def ranks(profile: CommProfile) -> str:
         return write_ranks(profile.recorded_ranks) or "all"
 
@@ -189,12 +208,13 @@ def _compare_frames(old: CommProfile, new: CommProfile, sizes: tuple[str, str]) 
         ("frame", "world_size", str(old.world_size), str(new.world_size)),
         ("frame", "activation sizes", *sizes),
         ("frame", "recorded ranks", ranks(old), ranks(new)),
-        ("frame", "mesh", *_meshes(old.mesh_axes, new.mesh_axes)),
+        ("frame", "mesh", *_describe_changed_meshes(old.mesh_axes, new.mesh_axes)),
         ("memory", "peak gathered", peak(old) or "0 B", peak(new) or "0 B"),
     )
     for subject, what, before, after in pairs:
         if before != after:
             yield Change(subject=subject, phase=None, what=what, old_text=before, new_text=after)
+    yield from _compare_group_counts(old.mesh_axes, new.mesh_axes)
     sides = old.answers, new.answers
     for key in sorted({(answer.site, answer.how) for side in sides for answer in side}):
         before, after = (
@@ -206,14 +226,23 @@ def _compare_frames(old: CommProfile, new: CommProfile, sizes: tuple[str, str]) 
             yield Change(subject="answer", phase=None, what=what, old_text=before, new_text=after)
 
 
-def _meshes(old: Sequence[MeshAxis], new: Sequence[MeshAxis]) -> tuple[str, str]:
+def _compare_group_counts(old: Iterable[MeshAxis], new: Iterable[MeshAxis]) -> Iterable[Change]:
+    counts = group_counts(old)
+    for axis, after in group_counts(new).items():
+        before = counts.get(axis, after)
+        if before != after:
+            text = f"{axis.name} now has {show_count(after, 'process group')} instead of {before}"
+            yield Change(subject="frame", phase=None, what="mesh", new_text=text)
+
+
+def _describe_changed_meshes(old: Sequence[MeshAxis], new: Sequence[MeshAxis]) -> tuple[str, str]:
     """Describe both meshes; return two empty strings if one only adds axes to the other."""
     before, after = ({axis.name for axis in axes} for axes in (old, new))
     shared = before & after
     is_same = [axis for axis in old if axis.name in shared] == [
         axis for axis in new if axis.name in shared
     ]
-    if is_same and shared and (before <= after or after <= before):
+    if not (before and after) or (is_same and shared and (before <= after or after <= before)):
         return "", ""
     return show_mesh(old), show_mesh(new)
 
@@ -221,10 +250,12 @@ def _meshes(old: Sequence[MeshAxis], new: Sequence[MeshAxis]) -> tuple[str, str]
 def _compare_rows(
     old: Iterable[Row], new: Iterable[Row], recorded: Mapping[Place, _Rows]
 ) -> Iterable[Change]:
-    before, after = _by_place(old), _by_place(new)
+    before, after = _group_by_place(old), _group_by_place(new)
     groups: dict[tuple[object, ...], list[Change]] = {}
     # Use the order of the new profile. In each phase, removed rows come last, in their old order.
-    for owner, key in sorted({**after, **before}, key=lambda place: step_order(place[1])):
+    for owner, key in sorted(
+        {**after, **before}, key=lambda place: subject_and_phase_sort_key(place[1])
+    ):
         was, now = before.get((owner, key), ()), after.get((owner, key), ())
         if was == now:
             continue
@@ -241,7 +272,7 @@ def _compare_rows(
             what=str(key),
             before=was,
             after=now,
-            new_calls=_new_calls(owner, was, now, recorded.get((owner, key), ())),
+            new_calls=_find_new_calls(owner, was, now, recorded.get((owner, key), ())),
         )
         # Merge changes that differ only in their owner.
         amounts = (tuple((row.calls, row.ranks) for row in rows) for rows in (was, now))
@@ -258,7 +289,7 @@ def _compare_rows(
         )
 
 
-def _new_calls(
+def _find_new_calls(
     owner: str | None, was: _Rows, now: _Rows, recorded: _Rows, *, is_of_dtensors: bool = False
 ) -> NewCalls:
     """Find the lines that issued new calls. Snapshots store no lines, so compare call fields."""
@@ -273,7 +304,7 @@ def _new_calls(
                 }
             )
             for old in was
-            if _share_ranks(old, row)
+            if _have_common_ranks(old, row)
         ]
         for call in replace_fields(row.calls, **UNTIMED):
             kind = replace(call, count=0)
@@ -281,9 +312,9 @@ def _new_calls(
             for recorded_row in recorded if num_new > 0 else ():
                 counts = Counter[str]()
                 candidates = []
-                for site in recorded_row.sites if _share_ranks(recorded_row, row) else ():
+                for site in recorded_row.sites if _have_common_ranks(recorded_row, row) else ():
                     is_sender = site.is_of_dtensor or not is_of_dtensors
-                    if is_sender and _untimed(site.calls, call) == kind:
+                    if is_sender and _keep_compared_fields(site.calls, call) == kind:
                         candidates.append(site)
                         counts[site.call_site] += site.calls.count
                 # If a line issued more of these calls than the snapshot has, one of them is new.
@@ -295,7 +326,7 @@ def _new_calls(
     return NewCalls(tuple((owner, site) for site in sites), is_certain)
 
 
-def _untimed(recorded: Calls, compared: Calls) -> Calls:
+def _keep_compared_fields(recorded: Calls, compared: Calls) -> Calls:
     """Clear the timing and count of recorded calls; if `compared` has no size, clear the sizes."""
     changes = {**UNTIMED, "count": 0}
     if compared.is_unsized:
@@ -303,11 +334,11 @@ def _untimed(recorded: Calls, compared: Calls) -> Calls:
     return replace(recorded, **changes)
 
 
-def _share_ranks(first: Row, second: Row) -> bool:
+def _have_common_ranks(first: Row, second: Row) -> bool:
     return not (first.ranks and second.ranks and set(first.ranks).isdisjoint(second.ranks))
 
 
-def _by_place(rows: Iterable[Row]) -> dict[Place, _Rows]:
+def _group_by_place(rows: Iterable[Row]) -> dict[Place, _Rows]:
     places: defaultdict[Place, list[Row]] = defaultdict(list)
     for row in rows:
         places[row.owner, row.key].append(row)

@@ -67,6 +67,15 @@ REDUCING: Final = frozenset({"reduce_scatter", "all_reduce", "reduce"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """The operations of a module that can run at the same time as a collective, and so hide it."""
+
+    module: str | None
+    """FQN of the innermost module whose forward or backward runs them; None outside all modules."""
+    flops: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """One communication call that a rank issued."""
 
@@ -123,6 +132,21 @@ class Collective:
     that added to these gradients. None for other calls, and for fewer than two passes."""
     num_backwards: int | None = None
     """Number of backward passes that added to these gradients; None if `backward` is None."""
+    parameters: tuple[str, ...] = ()
+    """For a reduction of an FSDP2 unit: the FQNs of the parameters whose gradients it carries.
+    Empty if it carries the gradients of all the unit's parameters, and for other calls."""
+    group_ranks: tuple[int, ...] = ()
+    """The group's global ranks, in group order, unless they follow from this rank and the axis;
+    see `mesh.is_aligned`. Leaving them out makes the recordings of most ranks equal."""
+    group_number: int = 1
+    """The number of the group among the axis's groups of the same ranks, oldest first."""
+    is_unordered: bool = False
+    """Whether another thread or a callback of a `torch.Future` issued the call, so that its place
+    among the other calls depends on timing."""
+    exposed: bool | None = None
+    """Whether no operation with FLOPs can run at the same time as this call. None on real ranks."""
+    beside: tuple[Beside, ...] = ()
+    """The modules that can run at the same time, in order. Reported, never compared."""
 
     @property
     def nbytes(self) -> int:
@@ -179,6 +203,24 @@ class Redistribution:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostWait:
+    """The host waited for the GPU of a simulated rank, and issued nothing in the meantime."""
+
+    index: int
+    """Position in the recording, starting at 0."""
+    way: str
+    """What waits: a way to read values, such as ``item``, ``tolist`` or ``boolean_index``; or
+    ``copy_to_host``, ``copy_to_device``, ``synchronize`` or ``barrier``."""
+    owner: str | None
+    """FQN of the running module, or of the FSDP unit that waits; None without a module."""
+    issued_in: str | None
+    """FQN of the module that was running; None outside all modules."""
+    phase: Phase
+    call_site: str
+    """``path:line`` of the innermost user code; empty if unknown. Reported, never compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
     """A known reason why a recording is incomplete and must not be compared."""
 
@@ -226,6 +268,10 @@ class Recording:
     collectives: tuple[Collective, ...] = ()
     reshards: tuple[Reshard, ...] = ()
     redistributions: tuple[Redistribution, ...] = ()
+    shows_overlap: bool = False
+    """Whether the recording shows which calls are exposed, and where the host waits. Only those of
+    simulated ranks do."""
+    host_waits: tuple[HostWait, ...] = ()
     timings: tuple[tuple[str, float], ...] = ()
     """The seconds that the host spent in the calls of each category: ``all_gather``,
     ``all_gather_object``, ``reduce``, ``resharding`` and ``all``. Reported, never compared."""

@@ -9,7 +9,7 @@ from typing import Final
 
 from pytest_fsdp_comm.comm.events import Recording
 from pytest_fsdp_comm.text.codec import CodecError, dump_document, load_document
-from pytest_fsdp_comm.text.rank_lists import fold_equal
+from pytest_fsdp_comm.text.rank_lists import group_ranks_by_text
 
 JSON_VERSION: Final = 1
 """Increase this when a change would make older versions misread new documents."""
@@ -52,7 +52,7 @@ def dump_recordings(recordings: Sequence[Recording]) -> str:
 
 def join_recordings(texts: Mapping[int, str], run: ScriptRun | None = None) -> str:
     """Join single-rank documents, keyed by rank, into one document; store equal recordings once."""
-    folded = fold_equal(texts)
+    folded = group_ranks_by_text(texts)
     joined = _Recordings(
         recordings=tuple(
             replace(load_recordings(text)[0], rank=ranks[0]) for ranks, text in folded

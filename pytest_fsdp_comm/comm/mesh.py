@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pytest_fsdp_comm.text.rank_lists import write_ranks
 
@@ -24,6 +24,9 @@ class MeshAxis:
     dims. Empty for a group of one rank, and for ranks that do not form a regular pattern."""
     groups: tuple[tuple[int, ...], ...] = ()
     """The ranks of each recorded group, if `dims` cannot describe them; otherwise empty."""
+    num_groups: int = field(default=1, compare=False)
+    """The number of process groups with the same ranks that collectives used, at most over all
+    ranks. It does not tell one axis from another, so profiles compare it with `group_counts`."""
 
     @property
     def layout(self) -> str:
@@ -64,13 +67,35 @@ def dims_of(ranks: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
     return tuple(dims)
 
 
+def first_rank_of_group(axis: MeshAxis, rank: int) -> int:
+    """Return the first rank of the group of `rank`, if the axis divides all ranks into groups."""
+    # Not for groups such as ranks 1 and 2, which are not aligned: see `is_aligned`.
+    return rank - sum(rank // stride % size * stride for size, stride in axis.dims)
+
+
+def is_aligned(axis: MeshAxis, ranks: Sequence[int]) -> bool:
+    """Return whether `first_rank_of_group` finds the first of these ranks for each of them."""
+    return not axis.groups and all(first_rank_of_group(axis, rank) == ranks[0] for rank in ranks)
+
+
 def merge_axes(axes: Iterable[MeshAxis]) -> tuple[MeshAxis, ...]:
     """Merge equal axes, and axes that differ only in their groups; sort them by name."""
     groups: defaultdict[MeshAxis, set[tuple[int, ...]]] = defaultdict(set)
+    counts: defaultdict[MeshAxis, int] = defaultdict(int)
     for axis in axes:
-        groups[replace(axis, groups=())].update(axis.groups)
-    merged = (replace(axis, groups=tuple(sorted(ranks))) for axis, ranks in groups.items())
+        key = replace(axis, groups=())
+        groups[key].update(axis.groups)
+        counts[key] = max(counts[key], axis.num_groups)
+    merged = (
+        replace(axis, groups=tuple(sorted(ranks)), num_groups=counts[axis])
+        for axis, ranks in groups.items()
+    )
     return tuple(sorted(merged, key=lambda axis: (axis.name, axis.size, axis.dims)))
+
+
+def group_counts(axes: Iterable[MeshAxis]) -> dict[MeshAxis, int]:
+    """Return `MeshAxis.num_groups` of each axis, to compare it."""
+    return {axis: axis.num_groups for axis in axes}
 
 
 def show_mesh(axes: Iterable[MeshAxis]) -> str:

@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from pytest_fsdp_comm.comm.calls import NOT_LAST, Calls
+from pytest_fsdp_comm.comm.divergence import Divergence
 from pytest_fsdp_comm.comm.events import (
     COLLECTIVE_KINDS,
     Answer,
@@ -26,7 +27,7 @@ from pytest_fsdp_comm.comm.mesh import MeshAxis, merge_axes
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all
 
-Subject: TypeAlias = Literal["collective", "reshard", "redistribution"]
+Subject: TypeAlias = Literal["collective", "reshard", "redistribution", "host_wait"]
 """What a row counts. For example, an unshard and its all-gather are counted in separate rows."""
 SUBJECTS: Final[tuple[Subject, ...]] = get_args(Subject)
 
@@ -77,17 +78,17 @@ class Row:
     owner: str | None
     """FQN of the module or unit; None for calls without a module."""
     what: str
-    """`events.Collective.kind`, `events.Reshard.action`, or the placements of a redistribution, one
-    per mesh axis, without spaces: ``(Shard(dim=0))->(Replicate())``."""
+    """`events.Collective.kind`, `events.Reshard.action`, `events.HostWait.way`, or the placements
+    of a redistribution, one per mesh axis, without spaces: ``(Shard(dim=0))->(Replicate())``."""
     axis: str = ""
     """Name of the mesh axis of a collective; empty for other subjects."""
     calls: tuple[Calls, ...]
-    """The calls, sorted, without duplicates. Reshards and redistributions have only a count."""
+    """The calls, sorted, without duplicates. Subjects other than collectives only have a count."""
     ranks: tuple[int, ...] = ()
     """The ranks that issued `calls`, ascending; empty for all ranks."""
     sites: tuple[Site, ...] = field(default=(), compare=False)
-    """The lines that issued the calls on the lowest of `ranks`. Empty if the calls are not
-    collectives, and in profiles that were read from a snapshot."""
+    """The lines that issued the calls or made the host wait, on the lowest of `ranks`. Empty for
+    reshards and redistributions, and in profiles that were read from a snapshot."""
 
     @property
     def key(self) -> RowKey:
@@ -101,6 +102,11 @@ class Row:
     def nbytes(self) -> int:
         """Sum of the known message sizes on one rank, in bytes."""
         return sum(calls.count * calls.nbytes for calls in self.calls)
+
+    @property
+    def exposed_nbytes(self) -> int:
+        """Sum of the known message sizes of calls on one rank that nothing can hide, in bytes."""
+        return sum(calls.count * calls.nbytes for calls in self.calls if calls.exposed)
 
     @property
     def unsized(self) -> int:
@@ -129,6 +135,8 @@ class Total:
     """Sum of the known sizes."""
     unsized: int
     """Number of collectives of unknown size; `count` includes them."""
+    exposed_nbytes: int
+    """Sum of the known sizes of collectives that nothing can hide; 0 on real ranks."""
     num_ranks: int
     """Number of ranks in the sums: 1 if all ranks have the same rows, else all recorded ranks."""
 
@@ -149,6 +157,8 @@ class CommProfile:
     """The ranks that were recorded, ascending; empty for all ranks."""
     shows_async: bool = True
     """Whether torch reports asynchronous calls; if not, `Calls.is_async` is not compared."""
+    shows_overlap: bool = False
+    """Whether overlap is known; if not, `Calls.exposed` and host waits are not compared."""
     sizes_activations: bool = True
     """Whether sizes of activations are compared; if not, their `Calls.is_unsized` is True."""
     answers: tuple[Answer, ...] = ()
@@ -159,6 +169,8 @@ class CommProfile:
     """The `events.Recording.notes` of all ranks, without duplicates."""
     gaps: tuple[Gap, ...] = field(default=(), compare=False)
     """The `events.Recording.gaps` of all ranks; empty in a profile read from a snapshot."""
+    divergence: Divergence | None = field(default=None, compare=False)
+    """Where the calls of the ranks diverge; None in a profile read from a snapshot."""
 
     @property
     def collectives(self) -> tuple[Row, ...]:
@@ -175,11 +187,11 @@ class CommProfile:
         sums: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         for row in self.collectives:
             times = 1 if is_common else len(row.ranks) or num_ranks
-            for name in ("count", "nbytes", "unsized"):
+            for name in ("count", "nbytes", "unsized", "exposed_nbytes"):
                 sums[row.what, row.axis][name] += times * getattr(row, name)
         return tuple(
             Total(kind=kind, axis=axis, num_ranks=num_ranks, **sums[kind, axis])
-            for kind, axis in sorted(sums, key=lambda key: _kind_order(*key))
+            for kind, axis in sorted(sums, key=lambda key: _kind_sort_key(*key))
         )
 
 
@@ -192,10 +204,17 @@ def fold(recording: Recording) -> CommProfile:
     return CommProfile(
         world_size=recording.world_size,
         mesh_axes=recording.mesh_axes,
-        rows=sort_rows(chain(_fold_collectives(recording), _fold_resharding(recording))),
+        rows=sort_rows(
+            chain(
+                _fold_collectives(recording),
+                _fold_reshards_and_redistributions(recording),
+                _fold_host_waits(recording),
+            )
+        ),
         peaks=(GatheredPeak(nbytes=peak),) if peak else (),
         recorded_ranks=() if recording.world_size == 1 else (recording.rank,),
         shows_async=recording.shows_async,
+        shows_overlap=recording.shows_overlap,
         backend=recording.backend,
         torch_version=recording.torch_version,
         notes=recording.notes,
@@ -223,8 +242,8 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
         reduced_in: defaultdict[int | None, set[int | None]] = defaultdict(set)
         for event in row_events:
             reduced_in[event.num_backwards].add(event.backward)
-        words = {total: _backwards(total, places) for total, places in reduced_in.items()}
-        calls = [Calls.of(event, words[event.num_backwards]) for event in row_events]
+        words = {total: _describe_backwards(total, places) for total, places in reduced_in.items()}
+        calls = [Calls.from_event(event, words[event.num_backwards]) for event in row_events]
         sites = Counter(
             (event.issued_in, event.call_site, call, event.source is Source.DTENSOR)
             for event, call in zip(row_events, calls, strict=True)
@@ -234,7 +253,7 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
             owner=owner,
             what=kind,
             axis=axis,
-            calls=_counted(Counter(calls)),
+            calls=_make_counted_calls(Counter(calls)),
             sites=tuple(
                 Site(
                     issued_in=issued_in,
@@ -248,7 +267,7 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
         )
 
 
-def _backwards(total: int | None, places: Collection[int | None]) -> str:
+def _describe_backwards(total: int | None, places: Collection[int | None]) -> str:
     """Describe which of `total` backward passes reduce gradients; return "" if all do."""
     if total is None or len(places) == total:
         return ""
@@ -259,7 +278,7 @@ def _backwards(total: int | None, places: Collection[int | None]) -> str:
     return text if total in places else f"{text}{NOT_LAST}"
 
 
-def _fold_resharding(recording: Recording) -> Iterable[Row]:
+def _fold_reshards_and_redistributions(recording: Recording) -> Iterable[Row]:
     def write(placements: Sequence[str]) -> str:
         return f"({','.join(_SHAPE.sub('', text).replace(' ', '') for text in placements)})"
 
@@ -272,6 +291,25 @@ def _fold_resharding(recording: Recording) -> Iterable[Row]:
     for (subject, phase, owner, what), count in counts.items():
         calls = (Calls(count=count),)
         yield Row(subject=subject, phase=phase, owner=owner, what=what, calls=calls)
+
+
+def _fold_host_waits(recording: Recording) -> Iterable[Row]:
+    lines: defaultdict[tuple[Phase, str | None, str], Counter[tuple[str | None, str]]]
+    lines = defaultdict(Counter)
+    for wait in recording.host_waits:
+        lines[wait.phase, wait.owner, wait.way][wait.issued_in, wait.call_site] += 1
+    for (phase, owner, way), counts in lines.items():
+        yield Row(
+            subject="host_wait",
+            phase=phase,
+            owner=owner,
+            what=way,
+            calls=(Calls(count=counts.total()),),
+            sites=tuple(
+                Site(issued_in=issued_in, call_site=call_site, calls=Calls(count=count))
+                for (issued_in, call_site), count in counts.most_common()
+            ),
+        )
 
 
 def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> CommProfile:
@@ -347,7 +385,7 @@ def restrict(profile: CommProfile, ranks: Sequence[int]) -> CommProfile:
     )
 
 
-def without_async(profile: CommProfile) -> CommProfile:
+def remove_async(profile: CommProfile) -> CommProfile:
     """Return a copy of the profile that does not say which calls are asynchronous."""
     rows = tuple(
         replace(row, calls=replace_fields(row.calls, is_async=False)) for row in profile.rows
@@ -355,17 +393,27 @@ def without_async(profile: CommProfile) -> CommProfile:
     return replace(profile, rows=rows, shows_async=False)
 
 
-def without_activation_sizes(profile: CommProfile) -> CommProfile:
+def remove_overlap(profile: CommProfile) -> CommProfile:
+    """Return a copy of the profile without host waits, and without the calls' exposure."""
+    rows = (
+        replace(row, calls=replace_fields(row.calls, exposed=False))
+        for row in profile.rows
+        if row.subject != "host_wait"
+    )
+    return replace(_replace_rows(profile, rows), shows_overlap=False)
+
+
+def remove_activation_sizes(profile: CommProfile) -> CommProfile:
     """Return a copy of the profile without the sizes of activations."""
     rows = []
     for row in profile.rows:
         sized = {call for call in row.calls if call.role == Role.ACTIVATIONS and not call.is_object}
         calls = {*row.calls} - sized | {*replace_fields(sized, nbytes=0, is_unsized=True)}
         rows.append(replace(row, calls=tuple(sorted(calls))))
-    return replace(_with_rows(profile, rows), sizes_activations=False)
+    return replace(_replace_rows(profile, rows), sizes_activations=False)
 
 
-def _without_backwards(profile: CommProfile) -> CommProfile:
+def _remove_backwards(profile: CommProfile) -> CommProfile:
     """Clear `Calls.backwards` for all calls that the last backward also issues."""
 
     def reset(row: Row) -> Row:
@@ -374,10 +422,10 @@ def _without_backwards(profile: CommProfile) -> CommProfile:
 
     if not any(call.backwards for row in profile.rows for call in row.calls):
         return profile
-    return _with_rows(profile, map(reset, profile.rows))
+    return _replace_rows(profile, map(reset, profile.rows))
 
 
-def _with_rows(profile: CommProfile, rows: Iterable[Row]) -> CommProfile:
+def _replace_rows(profile: CommProfile, rows: Iterable[Row]) -> CommProfile:
     """Replace the rows of the profile, and merge rows that differ only in their ranks."""
     groups: dict[tuple[RowKey, str | None, tuple[Calls, ...]], list[Row]] = {}
     for row in rows:
@@ -393,6 +441,7 @@ def _with_rows(profile: CommProfile, rows: Iterable[Row]) -> CommProfile:
 # Note [Comparable]: a comparison ignores
 # - the rows of ranks that were not recorded, if the recording simulates only some ranks;
 # - `is_async`, if torch reported it for only one side;
+# - `exposed` and host waits, if only one side is a recording of simulated ranks;
 # - sizes of activations, if one side lacks them (this difference is reported as a change);
 # - `backwards`, if the last backward reduces these gradients. Its value then follows from counts
 #   and the number of micro-batches, so it is printed, but not compared.
@@ -403,10 +452,12 @@ def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommPro
     if new.recorded_ranks and not old.recorded_ranks:
         old = restrict(old, new.recorded_ranks)
     if old.shows_async != new.shows_async:
-        old, new = without_async(old), without_async(new)
+        old, new = remove_async(old), remove_async(new)
+    if old.shows_overlap != new.shows_overlap:
+        old, new = remove_overlap(old), remove_overlap(new)
     if old.sizes_activations != new.sizes_activations:
-        old, new = without_activation_sizes(old), without_activation_sizes(new)
-    return _without_backwards(old), _without_backwards(new)
+        old, new = remove_activation_sizes(old), remove_activation_sizes(new)
+    return _remove_backwards(old), _remove_backwards(new)
 
 
 def replace_fields(calls: Iterable[Calls], **changes: Any) -> tuple[Calls, ...]:
@@ -414,27 +465,27 @@ def replace_fields(calls: Iterable[Calls], **changes: Any) -> tuple[Calls, ...]:
     counts: Counter[Calls] = Counter()
     for call in calls:
         counts[replace(call, count=0, **changes)] += call.count
-    return _counted(counts)
+    return _make_counted_calls(counts)
 
 
-def _counted(counts: Counter[Calls]) -> tuple[Calls, ...]:
+def _make_counted_calls(counts: Counter[Calls]) -> tuple[Calls, ...]:
     return tuple(sorted(replace(call, count=count) for call, count in counts.items()))
 
 
 def sort_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
     """Sort rows by subject, phase, owner, kind, axis and ranks."""
-    return tuple(sorted(rows, key=_order))
+    return tuple(sorted(rows, key=_row_sort_key))
 
 
-def step_order(row: Row | RowKey) -> tuple[int, int]:
+def subject_and_phase_sort_key(row: Row | RowKey) -> tuple[int, int]:
     """Return a key that sorts rows by subject, then by phase."""
     return _SUBJECT_ORDER[row.subject], _PHASE_ORDER[row.phase]
 
 
-def _order(row: Row) -> tuple[object, ...]:
+def _row_sort_key(row: Row) -> tuple[object, ...]:
     owner = (row.owner is None, natural_key(row.owner or ""))
-    return (*step_order(row), owner, _kind_order(row.what, row.axis), row.ranks)
+    return (*subject_and_phase_sort_key(row), owner, _kind_sort_key(row.what, row.axis), row.ranks)
 
 
-def _kind_order(kind: str, axis: str) -> tuple[int, str, str]:
+def _kind_sort_key(kind: str, axis: str) -> tuple[int, str, str]:
     return _KIND_ORDER.get(kind, len(_KIND_ORDER)), kind, axis

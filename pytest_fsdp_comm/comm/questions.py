@@ -9,6 +9,7 @@ from typing import Final, SupportsIndex
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Collective, Phase
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.text.fqn import NO_MODULE, fold_fqns, matcher
+from pytest_fsdp_comm.text.words import join_first
 
 # A query with an unknown name raises an error. If it returned 0, an assertion with a typo, such as
 # `counts(owner="layer.0") == 0`, would always pass. To tell unused names from unknown ones,
@@ -41,7 +42,7 @@ class Names:
     has_model: bool
     """Whether a model was passed to `comm_mode`; if not, only modules that ran are known."""
 
-    def with_axes(self, pairs: Iterable[tuple[str, str]], recorded: Iterable[Collective]) -> Names:
+    def add_axes(self, pairs: Iterable[tuple[str, str]], recorded: Iterable[Collective]) -> Names:
         """Add mesh axes; each pair is the name of an axis and the name of its process group."""
         axes, renamed = set(self.axes), {}
         recorded_axes = {event.axis for event in recorded}
@@ -67,6 +68,7 @@ class Question:
     phase: str | None = None
     owner: str | None = None
     axis: str | None = None
+    exposed: bool | None = None
 
     def __str__(self) -> str:
         args = [] if self.kind is None else [repr(str(self.kind))]
@@ -74,6 +76,7 @@ class Question:
             value = getattr(self, name)
             if value is not None:
                 args.append(f"{name}={str(value)!r}")
+        args += [] if self.exposed is None else [f"exposed={self.exposed}"]
         return ", ".join(args)
 
 
@@ -107,16 +110,16 @@ def select(
 ) -> tuple[Collective, ...]:
     """Return the collectives that a question selects; raise RecordingError for unknown names."""
     __tracebackhide__ = True
-    _check("kind", question.kind, (*COLLECTIVE_KINDS, *sorted(names.kinds)))
-    _check("phase", question.phase, tuple(Phase))
+    _check_known_name("kind", question.kind, (*COLLECTIVE_KINDS, *sorted(names.kinds)))
+    _check_known_name("phase", question.phase, tuple(Phase))
     name = None if question.axis is None else names.renamed.get(question.axis)
     if name is not None:
         raise RecordingError(
             f"axis {question.axis!r} is called {name!r} in this recording, since both are the "
             f"same process group; use axis={name!r}"
         )
-    _check("axis", question.axis, sorted(names.axes))
-    owns = _owner_test(question.owner, names)
+    _check_known_name("axis", question.axis, sorted(names.axes))
+    owns = _make_owner_predicate(question.owner, names)
     return tuple(
         event
         for event in recorded
@@ -124,20 +127,23 @@ def select(
         and question.phase in {None, event.phase}
         and question.axis in {None, event.axis}
         and owns(event.owner)
+        and question.exposed in {None, event.exposed}
     )
 
 
-def _check(parameter: str, value: str | None, allowed: Sequence[str]) -> None:
+def _check_known_name(parameter: str, value: str | None, allowed: Sequence[str]) -> None:
     __tracebackhide__ = True
     if value is None or value in allowed:
         return
-    listed = f"expected one of {_listed(allowed)}" if allowed else "the recording has none"
+    listed = (
+        f"expected one of {_list_first_names(allowed)}" if allowed else "the recording has none"
+    )
     if not isinstance(value, str):
         raise RecordingError(f"{parameter} must be a name, got {type(value).__name__}; {listed}")
     raise RecordingError(f"there is no {parameter} {value!r}; {listed}{_ELSEWHERE.get(value, '')}")
 
 
-def _owner_test(name: str | None, names: Names) -> Callable[[str | None], bool]:
+def _make_owner_predicate(name: str | None, names: Names) -> Callable[[str | None], bool]:
     __tracebackhide__ = True
     if name is None:
         return lambda _: True
@@ -157,15 +163,15 @@ def _owner_test(name: str | None, names: Names) -> Callable[[str | None], bool]:
         raise RecordingError(f"owner: {error}") from None
     owners = {owner for owner in names.owners if matches(owner)}
     if not owners:
-        raise RecordingError(_no_owner(name, names))
+        raise RecordingError(_describe_unknown_owner(name, names))
     return lambda owner: owner in owners
 
 
-def _no_owner(name: str, names: Names) -> str:
+def _describe_unknown_owner(name: str, names: Names) -> str:
     is_pattern = any(mark in name for mark in "{*")
     missing = f"no module matches {name!r}" if is_pattern else f"there is no module {name!r}"
     patterns = fold_fqns(names.owners)
-    listed = ", ".join(part for part in (_listed(patterns), NO_MODULE) if part)
+    listed = ", ".join(part for part in (_list_first_names(patterns), NO_MODULE) if part)
     if names.has_model:
         return f"{missing} in the model passed to comm_mode; expected one of {listed}"
     return (
@@ -174,8 +180,5 @@ def _no_owner(name: str, names: Names) -> str:
     )
 
 
-def _listed(names: Sequence[str]) -> str:
-    nonempty = [name for name in names if name]
-    more = len(nonempty) - _MAX_LISTED
-    listed = ", ".join(nonempty[:_MAX_LISTED])
-    return f"{listed} and {more} more" if more > 0 else listed
+def _list_first_names(names: Sequence[str]) -> str:
+    return join_first([name for name in names if name], _MAX_LISTED)

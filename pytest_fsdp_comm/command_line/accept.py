@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_fsdp_comm.command_line.diff import Pair, print_explanations
 from pytest_fsdp_comm.command_line.documents import describe_problem, find_project, read_document
 from pytest_fsdp_comm.command_line.terminal import print_problems
-from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.snapshots.documents import RECEIVED, read_snapshot, write_atomically
-from pytest_fsdp_comm.snapshots.names import SUFFIX
-from pytest_fsdp_comm.text.words import counted, show_path
+from pytest_fsdp_comm.errors import FsdpCommError, printable, quote_text
+from pytest_fsdp_comm.snapshots.documents import body, read_snapshot
+from pytest_fsdp_comm.snapshots.names import SUFFIX, escape_test_name
+from pytest_fsdp_comm.text.files import EXPECTED, RECEIVED, write_atomically
+from pytest_fsdp_comm.text.words import join_first, show_count, show_path
+
+_MAX_LISTED = 2  # received snapshots in an error
+# The end of a test's id that names its world size, such as "[ws4]" or "-ws4]".
+_SIZE = re.compile(r"(?:\[|-(?=ws\d+(\])$))ws(\d+)\]$")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -26,32 +34,69 @@ def run(options: argparse.Namespace) -> int:
             "project directory"
         )
     received = Path(options.directory, RECEIVED)
-    if not received.is_dir() or _is_link(received, received.parent):
+    if not received.is_dir() or _has_symlink_below(received, received.parent):
         raise FsdpCommError(
             f"{options.directory} has no directory {RECEIVED!r}; expected the unpacked output of "
             "pytest --comm-artifacts=DIR, which is empty if no comparison failed"
         )
     changed: list[Pair] = []
     refused: list[str] = []
-    for file in sorted(received.rglob(f"*{SUFFIX}")):
+    places = [file.relative_to(received) for file in sorted(received.rglob(f"*{SUFFIX}"))]
+    for place in _choose_places(places, options.names):
         try:
-            pair = _copy(file, received, snapshot_dir)
+            pair = _copy_received_file(place, Path(options.directory), snapshot_dir)
         except FsdpCommError as problem:
             refused.append(f"refused: {describe_problem(problem)}")
         else:
             changed += [pair] if pair.old != pair.new else []
-    print_explanations(changed)
+    _, failures = print_explanations(changed)
+    num_breaking = sum(failure.severity == "breaks training" for failure in failures)
+    breaks = f", {num_breaking} of them although the change breaks training" if num_breaking else ""
     refusals = f", {len(refused)} refused" if refused else ""
-    print(f"{counted(len(changed), 'file')} accepted{refusals}")  # noqa: T201  # the program's output
+    print(f"{show_count(len(changed), 'file')} accepted{breaks}{refusals}")  # noqa: T201  # the program's output
     return print_problems(refused)
 
 
-def _copy(file: Path, received: Path, snapshot_dir: Path) -> Pair:
+def _choose_places(places: Sequence[Path], patterns: Sequence[str]) -> list[Path]:
+    """Return the places that match a pattern; all places if there are no patterns."""
+    if not patterns:
+        return [*places]
+    chosen = {pattern: [one for one in places if _is_named(one, pattern)] for pattern in patterns}
+    unknown = [pattern for pattern, found in chosen.items() if not found]
+    if unknown:
+        names = ", ".join(map(quote_text, unknown))
+        listed = [printable(place.as_posix()) for place in places]
+        raise FsdpCommError(
+            f"expected names or patterns of received snapshots, got {names}, which match none of "
+            f"{join_first(listed, _MAX_LISTED) or '0 files'}"
+        )
+    return sorted({place for found in chosen.values() for place in found})
+
+
+def _is_named(place: Path, pattern: str) -> bool:
+    """Whether a pattern is the end of a place, with wildcards, or the test's name or node id."""
+    module, separator, test = pattern.rpartition(".py::")
+    test = test.replace("::", ".")
+    size = _SIZE.search(test)
+    name = escape_test_name(f"{test[: size.start()]}{size[1] or ''}" if size else test)
+    name = f"{module}{separator and '/'}{name}{f'.ws{size[2]}' if size else ''}"
+    literal = glob.escape(pattern)
+    test = glob.escape(name)
+    # A name without parameters stands for all of its tests.
+    patterns = (pattern, literal, f"{literal}.*", f"{test}.*", f"{test}[[]*")
+    return bool(pattern) and any(map(place.match, patterns))
+
+
+def _copy_received_file(place: Path, artifacts: Path, snapshot_dir: Path) -> Pair:
     """Copy a received file into the snapshot directory; return its old and new text."""
-    # Do not trust `received`: a pull request controls its file names, contents and links.
-    target = snapshot_dir / file.relative_to(received)
-    for path, below in ((file, received), (target, snapshot_dir)):
-        if _is_link(path, below):
+    # Do not trust `artifacts`: a pull request controls its file names, contents and links.
+    file, expected, target = (
+        artifacts / RECEIVED / place,
+        artifacts / EXPECTED / place,
+        snapshot_dir / place,
+    )
+    for path, below in ((file, artifacts), (expected, artifacts), (target, snapshot_dir)):
+        if _has_symlink_below(path, below):
             raise FsdpCommError(
                 f"{show_path(path)} leads through a symlink to {os.path.realpath(path)}; fsdp-comm "
                 "accept does not follow symlinks: replace the symlink with a real file or directory"
@@ -60,6 +105,7 @@ def _copy(file: Path, received: Path, snapshot_dir: Path) -> Pair:
     old = read_snapshot(target, where=name)
     pair = Pair(old=old, new=read_document(file), old_path=name, new_path=name)
     if pair.old != pair.new:
+        _check_unchanged(pair, expected)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(target, str(pair.newer))
@@ -70,6 +116,22 @@ def _copy(file: Path, received: Path, snapshot_dir: Path) -> Pair:
     return pair
 
 
-def _is_link(path: Path, below: Path) -> bool:
+def _check_unchanged(pair: Pair, expected: Path) -> None:
+    """Raise an error if the snapshot is not the one that the failed test compared with."""
+    name = show_path(expected)
+    compared = read_snapshot(expected, where=name)
+    if pair.old is None or compared is None:
+        is_unchanged, change = pair.old is compared, f"was removed, but {name} exists"
+        change = f"exists, but {name} does not" if pair.old else change
+    else:
+        is_unchanged, change = body(pair.old) == body(compared), f"differs from {name}"
+    if not is_unchanged:
+        raise FsdpCommError(
+            f"{pair.new_path} {change}: it has changed since the test failed. Run the tests again "
+            "with --comm-artifacts, and accept the new files"
+        )
+
+
+def _has_symlink_below(path: Path, below: Path) -> bool:
     """Return whether `path`, or a directory between it and `below`, is a symlink."""
     return Path(os.path.realpath(path)) != below.resolve() / path.relative_to(below)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Final, cast
 
-from pytest_fsdp_comm.comm.explanation.steps import Evidence
+from pytest_fsdp_comm.comm.explanation.evidence import Evidence
 from pytest_fsdp_comm.comm.profile import CommProfile, restrict
 from pytest_fsdp_comm.command_line.documents import describe_problem, read_document, summary_lines
-from pytest_fsdp_comm.command_line.terminal import DIFFERENT, SAME, print_lines, print_problems
+from pytest_fsdp_comm.command_line.terminal import (
+    DIFFERENT,
+    SAME,
+    print_lines,
+    print_note,
+    print_problems,
+)
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.reports.explanation import FailureText
+from pytest_fsdp_comm.reports.explanation import Failure, Statement
 from pytest_fsdp_comm.snapshots.differences import evidence_of, explain_profiles, kind_of
-from pytest_fsdp_comm.snapshots.documents import SnapshotText, body
+from pytest_fsdp_comm.snapshots.documents import SnapshotText, body, divergence_of
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
@@ -56,8 +61,8 @@ class Pair:
 
 def run_diff(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm diff``."""
-    pairs, problems = _pairs_of(options.old, options.new)
-    differs = print_explanations(pairs, with_lines=options.lines)
+    pairs, problems = _read_pairs(options.old, options.new)
+    differs, _ = print_explanations(pairs, with_lines=options.lines)
     return print_problems(problems) or (DIFFERENT if differs else SAME)
 
 
@@ -92,7 +97,7 @@ def run_git_diff(options: argparse.Namespace) -> int:
     return SAME
 
 
-def _pairs_of(old: str, new: str) -> tuple[list[Pair], list[str]]:
+def _read_pairs(old: str, new: str) -> tuple[list[Pair], list[str]]:
     """Pair two files and their trees, or the files of two directories; also return errors."""
     are_directories = [Path(side).is_dir() for side in (old, new)]
     if all(are_directories):
@@ -127,11 +132,11 @@ def _pair_of_files(old: str, new: str) -> Pair:
         of_ranks = (
             restrict(profile, ranks)
             if isinstance(profile, CommProfile)
-            else profile.restricted(ranks)
+            else profile.restrict(ranks)
         )
-        new_text = SnapshotText.of(of_ranks, where=new)
+        new_text = SnapshotText.from_profile(of_ranks, where=new)
         scope = f"compares only {name_ranks(ranks)} of {new}, because {old} has no other rank"
-        print(f"fsdp-comm: {scope}", file=sys.stderr)  # noqa: T201  # not part of the explanation
+        print_note(scope)  # not part of the explanation
     return Pair(old=old_text, new=new_text, old_path=old, new_path=new)
 
 
@@ -157,59 +162,79 @@ def _pairs_in_directories(*names: str) -> tuple[list[Pair], list[str]]:
     return pairs, problems
 
 
-def print_explanations(pairs: Sequence[Pair], *, with_lines: bool = False) -> bool:
-    """Print an explanation of each difference; return whether any compared content differs."""
+def print_explanations(
+    pairs: Sequence[Pair], *, with_lines: bool = False
+) -> tuple[bool, list[Failure]]:
+    """Print an explanation of each difference.
+
+    Returns:
+        Whether any compared content differs, and the explanations.
+    """
     # Group the snapshots by test, because a test's trees help to explain its communication.
     groups: defaultdict[object, list[Pair]] = defaultdict(list)
     for pair in pairs:
-        groups[_test_of(pair)].append(pair)
+        groups[_make_test_key(pair)].append(pair)
     evidence = {
         test: evidence_of(
-            (pair.old.profile, pair.new.profile) for pair in group if pair.old and pair.new
+            [(pair.old.profile, pair.new.profile) for pair in group if pair.old and pair.new]
         )
         for test, group in groups.items()
     }
-    is_first, differs = True, False
+    differs = is_next = False
+    failures: list[Failure] = []
     for pair in pairs:
-        text, is_change = _explain(pair, evidence[_test_of(pair)])
-        differs |= is_change
-        if text is not None:
-            print_lines([*([] if is_first else [""]), text.head, *text.body])
+        failure, is_change = _explain_pair(pair, evidence[_make_test_key(pair)])
+        diverged = [*_list_divergences(pair, has_failure=failure is not None)]
+        differs |= is_change or bool(diverged)
+        if failure is not None or diverged:
+            explained = [] if failure is None else [failure.head, *failure.body]
+            print_lines([*([""] if is_next else []), *diverged, *explained])
+            is_next = True
             if with_lines:
                 print_lines(_patch_lines(pair.old, pair.new, pair.old_path, pair.new_path))
-            is_first = False
-    return differs
+            failures += filter(None, [failure])
+    return differs, failures
 
 
-def _test_of(pair: Pair) -> object:
+def _list_divergences(pair: Pair, *, has_failure: bool) -> Iterator[str]:
+    """Yield a line for each recording of ranks that diverge; snapshots do not contain that.
+
+    A failure already contains the line about the new recording.
+    """
+    sides = [(pair.old_path, pair.old), *[(pair.new_path, pair.new)] * (not has_failure)]
+    for path, side in dict.fromkeys(sides):
+        diverged = "" if side is None else divergence_of(side.profile)
+        if diverged:
+            yield f"{path}: {diverged}"
+
+
+def _make_test_key(pair: Pair) -> object:
     """Return the key of a test and world size, which is the same for its comm and tree files."""
     path = PurePath(pair.new_path)
     return path.parent, read_basename(path.stem) or path.stem.removesuffix(".tree")
 
 
-def _explain(pair: Pair, evidence: Evidence | None) -> tuple[FailureText | None, bool]:
+def _explain_pair(pair: Pair, evidence: Evidence | None) -> tuple[Failure | None, bool]:
     """Return an explanation (None if both texts are equal) and whether compared content differs."""
     name = pair.new_path
     if pair.old is None or pair.new is None:
-        head = f"{name}: {'removed' if pair.new is None else 'added'}"
-        summary = f"  {'; '.join(summary_lines(pair.newer.profile))}"
-        return FailureText(head=head, changes=(summary,)), True
+        summary = "; ".join(summary_lines(pair.newer.profile))
+        change = "removed" if pair.new is None else "added"
+        return Failure.from_error(f"{name}: {change}\n  {summary}"), True
     head = f"{pair.old_path} -> {name}" if pair.old_path != name else name
     if pair.old == pair.new and not pair.is_rename:
         return None, False
     if body(pair.old) == body(pair.new):
         first_line = "only its first line differs, which is not compared"
         change = "renamed, otherwise unchanged" if pair.is_rename else first_line
-        return FailureText(head=f"{head}: {change}"), pair.is_rename
-    difference = explain_profiles(
-        (pair.old.profile, pair.new.profile), where=name, evidence=evidence
-    )
-    text = difference.explanation
-    scope = f" ({text.scope})" if text.scope else ""
+        return Failure(head=f"{head}: {change}"), pair.is_rename
+    failure = explain_profiles((pair.old.profile, pair.new.profile), where=name, evidence=evidence)
+    scope = f" ({failure.scope})" if failure.scope else ""
     # Files can differ even if all compared facts are equal, for example if one has fewer ranks.
-    changes = text.changes if text.body else (difference.text or "nothing that is compared",)
-    is_change = bool(difference.changes or difference.text) or pair.is_rename
-    return replace(text, head=f"{head}:{scope}", changes=changes, cures=()), is_change
+    nothing = (Statement(severity="rest", text="nothing that is compared"),)
+    statements = failure.rows or nothing
+    is_change = bool(failure.changes) or pair.is_rename
+    return replace(failure, head=f"{head}:{scope}", statements=statements), is_change
 
 
 def _patch_lines(old: str | None, new: str | None, old_path: str, new_path: str) -> Iterator[str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pytest_fsdp_comm.comm.divergence import find_divergence_of
 from pytest_fsdp_comm.comm.events import Recording
 from pytest_fsdp_comm.comm.json import kind_of_document, load_recordings, parts_of
 from pytest_fsdp_comm.comm.profile import CommProfile, fold, merge
@@ -15,7 +17,7 @@ from pytest_fsdp_comm.command_line.terminal import SAME
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.documents import Profile, SnapshotText, read_snapshot
 from pytest_fsdp_comm.text.codec import CodecError
-from pytest_fsdp_comm.text.words import counted, show_nbytes
+from pytest_fsdp_comm.text.words import show_count, show_nbytes
 from pytest_fsdp_comm.tree.model import ShardTree, load_tree
 from pytest_fsdp_comm.tree.profile import fold as fold_tree
 
@@ -34,8 +36,8 @@ def read_document(path: Path, *, where: str = "") -> SnapshotText:
     if path.suffix == ".json":
         saved = read_json(path, where=where)
         if isinstance(saved, ShardTree):
-            return SnapshotText.of(fold_tree(saved), where=where)
-        return SnapshotText.of(merge_recordings(saved), where=where)
+            return SnapshotText.from_profile(fold_tree(saved), where=where)
+        return SnapshotText.from_profile(merge_recordings(saved), where=where)
     text = read_snapshot(path, where=where)
     if text is None:
         raise FsdpCommError(f"there is no file {where}")
@@ -47,10 +49,11 @@ def merge_recordings(recordings: Sequence[Recording]) -> CommProfile:
     # Ranks often have identical recordings, so fold each distinct recording only once.
     distinct = {parts_of(recording): recording for recording in recordings}
     profiles = {parts: fold(recording) for parts, recording in distinct.items()}
-    return merge(
+    merged = merge(
         [profiles[parts_of(recording)] for recording in recordings],
         ranks=[recording.rank for recording in recordings],
     )
+    return replace(merged, divergence=find_divergence_of(recordings))
 
 
 def read_json(path: Path, *, where: str) -> ShardTree | list[Recording]:
@@ -86,7 +89,7 @@ def describe_problem(problem: FsdpCommError) -> str:
 
 def summary_lines(profile: Profile) -> Iterator[str]:
     """Yield a few phrases that summarize a snapshot."""
-    yield counted(profile.world_size, "rank")
+    yield show_count(profile.world_size, "rank")
     if isinstance(profile, CommProfile):
         for total in profile.totals():
             of_all = f" on {total.num_ranks} ranks together" if total.num_ranks > 1 else ""
@@ -98,8 +101,8 @@ def summary_lines(profile: Profile) -> Iterator[str]:
     elif profile.common is None:
         yield f"{len(profile.trees)} different trees"
     else:
-        yield counted(sum(map(len, profile.common.units.values())), "unit")
-        yield counted(len(profile.common.parameters), "parameter")
+        yield show_count(sum(map(len, profile.common.units.values())), "unit")
+        yield show_count(len(profile.common.parameters), "parameter")
 
 
 def find_project(start: Path) -> tuple[Path, Path]:
@@ -135,8 +138,11 @@ def _read_settings(start: Path) -> Any:
 
     plugin = _ReadSettings()
     directory = next(path for path in (start, *start.parents) if path.is_dir())
-    # Ignore the project's conftest files and `addopts`, because they can require other plugins.
-    arguments = ("--noconftest", "-o", "addopts=", str(directory))
+    # Ignore the project's conftest files and `addopts`, because they can require other plugins, and
+    # settings that turn warnings, or settings that a conftest file declares, into errors.
+    settings = ("addopts=", "filterwarnings=", "strict_config=false")
+    arguments = [argument for setting in settings for argument in ("-o", setting)]
+    arguments += ["-W", "ignore", "--noconftest", str(directory)]
     pytest.main(["-p", "fsdp_comm", *arguments], plugins=[plugin])
     if plugin.config is None:
         raise FsdpCommError(

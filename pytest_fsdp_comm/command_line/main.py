@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs_script = command_line[:1] == ["record"]
     for stream in (sys.stdout, sys.stderr) if not runs_script else ():
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]  # both are text streams
-    options = _parser().parse_args(command_line)
+    options = _make_parser().parse_args(command_line)
     # Import only the module of this command, so that the program starts fast.
     name, _, function = options.run.partition(":")
     try:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fsdp-comm",
         description="Show, compare, accept and record communication snapshots.",
@@ -91,19 +91,26 @@ def _parser() -> argparse.ArgumentParser:
         "the snapshot directory. If it refuses a file, the exit status is 2.",
     )
     accept.add_argument("directory", metavar="DIR", help="the unpacked --comm-artifacts")
+    text = (
+        "accept only snapshots with this name, such as test_step, or path, such as 'test_llama/*'"
+    )
+    accept.add_argument("names", nargs="*", metavar="NAME", help=text)
 
     record = command(
         "..record",
         "record",
         "run a training script and record the communication of a step",
         epilog="Ends the script after the step. Writes the snapshots of communication (.comm) and "
-        "tree (.tree.comm), and a recording (.json).",
+        "tree (.tree.comm), and a recording (.json). Writes nothing if a file would change, or "
+        "if the recording is incomplete.",
         usage="fsdp-comm record [options] [-m] SCRIPT [ARGUMENT...]",
     )
     text = "step to record, at least 3, or a range such as 3-4 (default: 3)"
     record.add_argument("--step", default="3", metavar="N", help=text)
     text = "snapshot to write (default: step.comm)"
     record.add_argument("--out", default="step.comm", metavar="FILE", help=text)
+    text = "replace files even if the recording differs from them"
+    record.add_argument("--force", action="store_true", help=text)
     record.add_argument("--go-on", action="store_true", help="let the script run to its end")
     record.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
     record.add_argument("--world-size", type=int, metavar="N", help="simulate one rank of N")

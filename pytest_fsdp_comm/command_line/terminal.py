@@ -15,7 +15,7 @@ FAILED: Final = 2
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines to standard output, with control characters escaped."""
+    """Print lines to standard output, with control characters and commands to CI escaped."""
     for line in lines:
         print(printable(line, "\t"))  # noqa: T201  # the program's output
 
@@ -24,6 +24,11 @@ def print_problems(problems: Iterable[str]) -> int:
     """Print problems to standard error; return `FAILED` if there are any, otherwise `SAME`."""
     status = SAME
     for problem in problems:
-        print(f"fsdp-comm: {problem}", file=sys.stderr)  # noqa: T201  # errors go to standard error
+        print_note(problem)
         status = FAILED
     return status
+
+
+def print_note(text: str) -> None:
+    """Print a line to standard error, like `print_lines`."""
+    print(f"fsdp-comm: {printable(text, chr(10))}", file=sys.stderr)  # noqa: T201  # not a result

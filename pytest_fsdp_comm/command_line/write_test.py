@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import unicodedata
 from pathlib import Path
 from typing import Final
 
 from pytest_fsdp_comm.comm.json import ScriptRun, load_run
 from pytest_fsdp_comm.command_line import documents
 from pytest_fsdp_comm.command_line.terminal import SAME
-from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.errors import FsdpCommError, printable
 from pytest_fsdp_comm.launch_environment import simulated_variables
 from pytest_fsdp_comm.snapshots.documents import Profile
-from pytest_fsdp_comm.snapshots.names import SUFFIX, basename, written_module
+from pytest_fsdp_comm.snapshots.names import SUFFIX, basename, module_to_directory
+from pytest_fsdp_comm.text.files import write_all_atomically
 from pytest_fsdp_comm.text.words import shell_word, show_path
 
 _TEST: Final = '''"""Guard the communication and the sharding of a training step of {script}."""
@@ -45,17 +47,17 @@ def run(options: argparse.Namespace) -> int:
             "same directory; record both with fsdp-comm record --out step.comm train.py"
         )
     comm = documents.read_document(recording)
-    name = Path(ran.script).stem.replace(".", "_").replace("-", "_")
-    start = _start_of(ran, recording)
+    name = _make_identifier(ran.script if ran.is_module else Path(ran.script).stem)
+    start = _find_script_directory(ran, recording)
     collected, patterns = documents.find_collected(start)
     directory = start if any(map(start.is_relative_to, collected)) else collected[0]
     test = Path(options.output).absolute() if options.output else directory / f"test_{name}.py"
     root, snapshot_dir = documents.find_project(test.parent)
-    folder = snapshot_dir / written_module(test, root)
+    folder = snapshot_dir / module_to_directory(test, root)
     variant = f"ws{comm.profile.world_size}"
     comm_name, tree_name = (basename(f"test_{name}", variant, index) for index in (0, "tree"))
     files = {
-        test: _source(ran, start / ran.script, test, f"test_{name}", comm.profile),
+        test: _write_test_source(ran, start / ran.script, test, f"test_{name}", comm.profile),
         folder / f"{comm_name}{SUFFIX}": comm,
         folder / f"{tree_name}{SUFFIX}": documents.read_document(tree),
     }
@@ -64,9 +66,9 @@ def run(options: argparse.Namespace) -> int:
             raise FsdpCommError(
                 f"{show_path(file)} already exists: remove it, or choose another test file with -o"
             )
-    for file, text in files.items():
+    for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+    write_all_atomically(files)
     command = f"pytest {shell_word(os.path.relpath(test))}"
     print(f"wrote {show_path(test)} and {show_path(folder)}: review both, then run {command}")  # noqa: T201  # the program's output
     if not (any(map(test.match, patterns)) and any(map(test.is_relative_to, collected))):
@@ -74,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     return SAME
 
 
-def _start_of(ran: ScriptRun, recording: Path) -> Path:
+def _find_script_directory(ran: ScriptRun, recording: Path) -> Path:
     """Return the directory in which the script was recorded."""
     candidates = (Path.cwd(), *recording.absolute().parents)
     start = next(
@@ -88,7 +90,19 @@ def _start_of(ran: ScriptRun, recording: Path) -> Path:
     return start
 
 
-def _source(ran: ScriptRun, path: Path, test: Path, name: str, profile: Profile) -> str:
+def _make_identifier(name: str) -> str:
+    """Replace all characters that the name of a function cannot contain."""
+    # Python normalizes identifiers, and pytest names a test after its function.
+    normalized = unicodedata.normalize("NFKC", name)
+    return "".join(character if f"_{character}".isidentifier() else "_" for character in normalized)
+
+
+def _write_string_literal(text: str) -> str:
+    """Return a string literal, with double quotes if it needs no escapes but those of JSON."""
+    return json.dumps(text, ensure_ascii=False) if text.isprintable() else ascii(text)
+
+
+def _write_test_source(ran: ScriptRun, path: Path, test: Path, name: str, profile: Profile) -> str:
     marks = [f"world_size={profile.world_size}"]
     if profile.recorded_ranks:  # only one rank was simulated
         marks += ["simulate=True", f"ranks={[*profile.recorded_ranks]}"]
@@ -99,14 +113,15 @@ def _source(ran: ScriptRun, path: Path, test: Path, name: str, profile: Profile)
         ).items()
         if ran.local_world_size and variable.startswith("LOCAL")
     ]
-    imports, script = "import pytest\n", json.dumps(ran.script)
+    imports, script = "import pytest\n", _write_string_literal(ran.script)
     if not ran.is_module:
         imports = f"from pathlib import Path\n\n{imports}"
-        script = f"str(Path(__file__).parent / {json.dumps(os.path.relpath(path, test.parent))})"
-    arguments = [script, *map(json.dumps, ran.arguments), f"step={ran.first_step}"]
+        below = _write_string_literal(os.path.relpath(path, test.parent))
+        script = f"str(Path(__file__).parent / {below})"
+    arguments = [script, *map(_write_string_literal, ran.arguments), f"step={ran.first_step}"]
     arguments += ["is_module=True"] * ran.is_module
     return _TEST.format(
-        script=path.name,
+        script=_write_string_literal(printable(path.name))[1:-1],
         imports=imports,
         marks=", ".join(marks),
         name=name,

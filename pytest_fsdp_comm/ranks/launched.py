@@ -32,12 +32,12 @@ from pytest_fsdp_comm.ranks.rank.processes import fork_quietly, run_exit_functio
 from pytest_fsdp_comm.ranks.session.runner import RankRunner
 from pytest_fsdp_comm.ranks.start import ending
 from pytest_fsdp_comm.ranks.start.fork_server import ServerDiedError
-from pytest_fsdp_comm.ranks.start.spawn import arguments_of, reason_to_spawn
+from pytest_fsdp_comm.ranks.start.spawn import arguments_of, find_reason_to_spawn
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel, keep_alive
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 from pytest_fsdp_comm.text.codec import CodecError
-from pytest_fsdp_comm.text.rank_lists import name_equal, name_ranks
+from pytest_fsdp_comm.text.rank_lists import name_ranks, prefix_texts_with_ranks
 
 # How long to wait for all ranks to join. They import torch first, which can be slow if all hosts of
 # a cluster read it from one file server at once.
@@ -60,7 +60,7 @@ _ENDS_TESTS_WITHIN_S: Final = 30.0
 
 def join_session(
     session: pytest.Session,
-    extensions: Sequence[RankExtension[Any]],
+    extensions: Sequence[RankExtension[object]],
     launched: LaunchedRank,
     *,
     preloaded: Sequence[str],
@@ -70,9 +70,9 @@ def join_session(
     environment.setenv(INSIDE_VARIABLE, "1")
     # The process may run another session later, so restore its environment at the end of this one.
     session.config.add_cleanup(environment.undo)
-    tests = tuple(_planned(item) for item in session.items)
+    tests = tuple(_describe_plan(item) for item in session.items)
     for item in session.items:
-        if SETTINGS in item.stash and not _fits(item, launched):
+        if SETTINGS in item.stash and not _can_run(item, launched):
             size = item.stash[SETTINGS].world_size
             reason = f"needs {size} ranks, but {launched.launcher} started {launched.world_size}"
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -88,20 +88,20 @@ def join_session(
     ranks = LaunchedRanks(session, launched, own_rank)
     runner = RankRunner(session, extensions, launched=ranks)
     session.config.add_cleanup(runner.close)
-    _end_after_sigterm(session)
+    _install_sigterm_handler(session)
     runner.start()
     ranks.meet(tests)
 
     def choose(item: pytest.Item) -> RankRunner | None:
         if _is_simulated(item):
             return simulated
-        return runner if _fits(item, launched) else None
+        return runner if _can_run(item, launched) else None
 
     return choose
 
 
 def _start_own_rank(config: pytest.Config, become: Callable[[], NoReturn]) -> int:
-    if reason_to_spawn(config.stash[OPTIONS].start):
+    if find_reason_to_spawn(config.stash[OPTIONS].start):
         arguments, environment = arguments_of(config)
         environment = {**environment, OWN_RANK_VARIABLE: "1"}
         environment.pop(INSIDE_VARIABLE)
@@ -111,7 +111,7 @@ def _start_own_rank(config: pytest.Config, become: Callable[[], NoReturn]) -> in
             cwd=config.invocation_params.dir,
             env=environment,
         )
-        process.returncode = 0  # keeps Popen from warning; `_end_all` reaps the process
+        process.returncode = 0  # keeps Popen from warning; `_end_all_ranks` reaps the process
         return process.pid
     parent = os.getpid()
     pid = fork_quietly()
@@ -121,7 +121,7 @@ def _start_own_rank(config: pytest.Config, become: Callable[[], NoReturn]) -> in
     return pid
 
 
-def _end_after_sigterm(session: pytest.Session) -> None:
+def _install_sigterm_handler(session: pytest.Session) -> None:
     # When a process fails, the launcher sends SIGTERM to all the others. This process still has to
     # report the failure, so it must not exit yet. The launcher also ends the other ranks, so the
     # running test ends soon.
@@ -142,11 +142,11 @@ def _is_simulated(item: pytest.Item) -> bool:
     return SETTINGS in item.stash and item.stash[SETTINGS].backend == "fake"
 
 
-def _fits(item: pytest.Item, launched: LaunchedRank) -> bool:
+def _can_run(item: pytest.Item, launched: LaunchedRank) -> bool:
     return _is_simulated(item) or item.stash[SETTINGS].world_size == launched.world_size
 
 
-def _planned(item: pytest.Item) -> str:
+def _describe_plan(item: pytest.Item) -> str:
     settings = item.stash.get(SETTINGS, None)
     if settings is None:
         return item.nodeid
@@ -169,7 +169,7 @@ def become_rank(
     session: pytest.Session,
     launched: LaunchedRank,
     tests: Sequence[str],
-    extensions: Sequence[RankExtension[Any]],
+    extensions: Sequence[RankExtension[object]],
 ) -> NoReturn:
     """Run this process as a rank until rank 0's process ends the session, then exit."""
     # Never return to pytest: only rank 0's process may write reports, caches and snapshots.
@@ -181,7 +181,7 @@ def become_rank(
     try:
         ending.adopt_orphans()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, rank 0 ends this process
-        _run(session, launched, tests, extensions)
+        _obey_rank_zero(session, launched, tests, extensions)
         status = 0
     except _EndedError as error:
         os.write(stderr, f"fsdp-comm: {name}: {error}\n".encode())
@@ -194,13 +194,13 @@ def become_rank(
         os._exit(status)
 
 
-def _run(
+def _obey_rank_zero(
     session: pytest.Session,
     launched: LaunchedRank,
     tests: Sequence[str],
-    extensions: Sequence[RankExtension[Any]],
+    extensions: Sequence[RankExtension[object]],
 ) -> None:
-    channel, watchdog_channel = _join(session, launched, tests)
+    channel, watchdog_channel = _join_rank_zero(session, launched, tests)
     command: messages.RankCommand | None = channel.receive()
     if isinstance(command, messages.Welcome):
         items = session.items
@@ -223,7 +223,7 @@ def _run(
         raise _EndedError("rank 0's process died, or closed the connection to this rank")
 
 
-def _join(
+def _join_rank_zero(
     session: pytest.Session, launched: LaunchedRank, tests: Sequence[str]
 ) -> tuple[Channel[messages.RankCommand], Channel[Any]]:
     try:
@@ -288,15 +288,17 @@ class LaunchedRanks:
                 f"{str(error).partition(chr(10))[0]}; check that the port is free, and the same "
                 "for every rank. If there is no launcher, unset RANK and WORLD_SIZE"
             ) from None
-        joined = self._await_all()
-        orders = {rank: positions(tests, join.tests or ()) for rank, join in joined.items()}
+        joined = self._accept_all_ranks()
+        orders = {
+            rank: find_test_positions(tests, join.tests or ()) for rank, join in joined.items()
+        }
         problems = {
             rank: f"(on {join.host}) {join.problem or describe_difference(tests, join.tests or ())}"
             for rank, join in joined.items()
             if join.problem or orders[rank] is None
         }
         if problems:
-            lines = "\n".join(name_equal(problems))
+            lines = "\n".join(prefix_texts_with_ranks(problems))
             raise pytest.UsageError(
                 f"all launched ranks must collect the same tests (in any order):\n{lines}\n"
                 "compare what `pytest --collect-only -q` prints on each"
@@ -307,10 +309,10 @@ class LaunchedRanks:
             with contextlib.suppress(OSError):  # the rank is gone, as the first test will report
                 welcome = messages.Welcome(order=tuple(order or ()), randomly_seed=seed)
                 self._channels[rank].send(welcome)
-        where = name_equal({rank: f"on {host}" for rank, host in self._hosts.items()})
+        where = prefix_texts_with_ranks({rank: f"on {host}" for rank, host in self._hosts.items()})
         self._write_line(f"fsdp-comm: {'; '.join(where)}")
 
-    def _await_all(self) -> dict[int, messages.Joined]:
+    def _accept_all_ranks(self) -> dict[int, messages.Joined]:
         launched = self._launched
         token = secrets.token_hex(16)
         # Keyed by rank, and by whether the connection belongs to the rank's watchdog.
@@ -363,9 +365,9 @@ class LaunchedRanks:
         first: messages.Message | None = None
         with contextlib.suppress(OSError, CodecError):
             channel: Channel[messages.Message] = Channel(
-                connection, stalls_s=under_load(_JOINS_WITHIN_S)
+                connection, stalls_s=extend_under_load(_JOINS_WITHIN_S)
             )
-            first = channel.receive(within_s=under_load(_JOINS_WITHIN_S))
+            first = channel.receive(within_s=extend_under_load(_JOINS_WITHIN_S))
         if isinstance(first, messages.Joined) and hmac.compare_digest(first.token, token):
             joined[first.rank, first.tests is None] = connection, first
         else:
@@ -395,7 +397,7 @@ class LaunchedRanks:
         for rank in () if lost else unanswered:
             with contextlib.suppress(OSError, CodecError):
                 while message := self._channels[rank].receive(
-                    within_s=under_load(_ENDS_TESTS_WITHIN_S)
+                    within_s=extend_under_load(_ENDS_TESTS_WITHIN_S)
                 ):
                     if isinstance(message, messages.TestsEnded):
                         break
@@ -407,9 +409,9 @@ class LaunchedRanks:
             f"{name_ranks(sorted(lost))} of {self._launched.world_size} did not finish the test, "
             "so no other distributed test can run"
         )
-        return self._end_all(within_s, stuck=lost)
+        return self._end_all_ranks(within_s, stuck=lost)
 
-    def _end_all(self, within_s: float, *, stuck: Collection[int] = ()) -> dict[int, int]:
+    def _end_all_ranks(self, within_s: float, *, stuck: Collection[int] = ()) -> dict[int, int]:
         self.has_died = True
         until = time.monotonic() + within_s
         able = [channel for rank, channel in self._channels.items() if rank not in stuck]
@@ -436,13 +438,13 @@ class LaunchedRanks:
         for rank, channel in self._channels.items():
             if rank not in self._exited and channel.is_hung_up():
                 status = (
-                    ending.await_end(self.pids[rank], within_s=under_load(_POLL_S))
+                    ending.await_end(self.pids[rank], within_s=extend_under_load(_POLL_S))
                     if rank in self.pids
                     else None
                 )
                 self._exited[rank] = (
-                    f"was lost on {self._hosts[rank]}: its process crashed or was killed (perhaps "
-                    "for lack of memory), or its machine or network failed"
+                    f"was lost (host {self._hosts[rank]}): its process crashed or was killed, "
+                    "perhaps because memory ran out, or its machine or network failed"
                     if status is None
                     else status
                 )
@@ -458,13 +460,13 @@ class LaunchedRanks:
         return self._silence[0].fileno()
 
     def close(self) -> None:
-        self._end_all(under_load(ending.PATIENCE_S / 2))
+        self._end_all_ranks(extend_under_load(ending.PATIENCE_S / 2))
 
 
 _MOST_LISTED = 4
 
 
-def positions(leader: Sequence[str], follower: Sequence[str]) -> list[int] | None:
+def find_test_positions(leader: Sequence[str], follower: Sequence[str]) -> list[int] | None:
     """Return, for each of the leader's tests, its index in `follower`; None if the tests differ."""
     if Counter(leader) != Counter(follower):
         return None

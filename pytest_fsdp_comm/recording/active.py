@@ -18,7 +18,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from torch import nn
 
@@ -44,16 +44,27 @@ class Recorder(Protocol):
     def enter_module(self, module: nn.Module) -> int: ...
 
     def enter_engine(
-        self, outputs: Iterable[Any], inputs: Collection[Any], *, adds: bool
+        self, outputs: Iterable[object], inputs: Collection[object], *, adds: bool
     ) -> int: ...
 
     def run_collective(
-        self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
-    ) -> Any: ...
+        self,
+        call: Call,
+        args: Sequence[object],
+        kwargs: dict[str, object],
+        run: Callable[[], object],
+    ) -> object: ...
 
-    def note_read(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None: ...
+    def note_read(
+        self, func: object, args: Sequence[object], kwargs: dict[str, object]
+    ) -> None: ...
 
+    def note_gather_backward(self) -> None: ...
     def note_read_by_method(self, name: str) -> None: ...
+
+    def note_host_wait(self, way: str) -> None: ...
+
+    def running_module(self) -> nn.Module | None: ...
 
     def note_outliving_thread(self, call: Call) -> None: ...
 
@@ -61,7 +72,7 @@ class Recorder(Protocol):
 
     def attribute_callback(self) -> Attribution: ...
 
-    def resumed(self, attribution: Attribution) -> AbstractContextManager[None]: ...
+    def use_attribution(self, attribution: Attribution) -> AbstractContextManager[None]: ...
 
 
 _KEY: Final = "pytest_fsdp_comm.recordings"
@@ -81,7 +92,7 @@ _stash: Callable[[str, tuple[Recorder, ...]], None] = look_up("torch._C", "_stas
 _entered: Final[dict[int, tuple[Recorder, ...]]] = {}
 
 
-def is_any() -> bool:
+def has_running_recording() -> bool:
     """Whether any thread has a running recording."""
     return bool(_recorders)
 
@@ -91,7 +102,7 @@ def owners_so_far() -> dict[tuple[str, int], str]:
     return _recorders[-1].owners_so_far() if _recorders else {}
 
 
-def entered() -> tuple[Recorder, ...]:
+def entered_recorders() -> tuple[Recorder, ...]:
     """Return the recordings that this thread entered, or whose backward it runs, oldest first."""
     if not _recorders:
         return ()
@@ -101,7 +112,7 @@ def entered() -> tuple[Recorder, ...]:
     return _stashed(_KEY) if _is_stashed(_KEY) else ()
 
 
-def _enter(recorders: tuple[Recorder, ...]) -> None:
+def _set_entered_recorders(recorders: tuple[Recorder, ...]) -> None:
     _entered[threading.get_ident()] = recorders
     _stash(_KEY, recorders)
     if not recorders:
@@ -109,29 +120,31 @@ def _enter(recorders: tuple[Recorder, ...]) -> None:
 
 
 @contextlib.contextmanager
-def under_way(recorder: Recorder) -> Iterator[None]:
+def activate(recorder: Recorder) -> Iterator[None]:
     """Make a recording active, in the process and on this thread, while the block runs."""
     global _recorders  # noqa: PLW0603  # the whole process shares kernels and patches
     with _lock:
         _recorders = (*_recorders, recorder)
     # Drop recordings that another thread has ended: torch's state may still list them.
-    _enter((*(active for active in entered() if active in _recorders), recorder))
+    _set_entered_recorders(
+        (*(active for active in entered_recorders() if active in _recorders), recorder)
+    )
     thread = threading.get_ident()
     try:
         yield
     finally:
         remaining = tuple(active for active in _entered.get(thread, ()) if active is not recorder)
         if thread == threading.get_ident():
-            _enter(remaining)
+            _set_entered_recorders(remaining)
         else:  # a block in a generator or fixture may end on another thread
             _entered[thread] = remaining
         with _lock:
             _recorders = tuple(active for active in _recorders if active is not recorder)
 
 
-def whose_call() -> tuple[tuple[Recorder, ...], tuple[Recorder, ...]]:
+def find_recorders_of_call() -> tuple[tuple[Recorder, ...], tuple[Recorder, ...]]:
     """Return which recordings include this call, and which get a gap. See Note [Whose call]."""
-    if entered():
+    if entered_recorders():
         return _recorders, ()
     # Do not call threading.current_thread(): on a C++ thread, it would register a dummy thread.
     ident = threading.get_ident()
@@ -143,6 +156,6 @@ def whose_call() -> tuple[tuple[Recorder, ...], tuple[Recorder, ...]]:
     return recording, tuple(recorder for recorder in _recorders if recorder not in recording)
 
 
-def note_start(thread: threading.Thread) -> None:
+def store_recordings_on_thread(thread: threading.Thread) -> None:
     """Store the numbers of the running recordings on a thread that is about to start."""
     vars(thread)[_STARTED_IN] = frozenset(recorder.number for recorder in _recorders)

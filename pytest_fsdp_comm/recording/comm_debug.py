@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Collective, Phase, Recording
@@ -31,6 +30,7 @@ from pytest_fsdp_comm.recording.dtensors import is_dtensor
 from pytest_fsdp_comm.recording.owners.attribution import BackwardMap, Maker
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, clean_fqn, has_forward
+from pytest_fsdp_comm.recording.private import OpOverload
 
 GLOBAL: Final = "Global"
 """The key under which CommDebugMode lists totals, and operations outside all modules."""
@@ -70,14 +70,14 @@ class TracedModule:
         """Return the direct parameters, keyed by name; raise if the model no longer exists."""
         now = _parameters(self.module())
         if not now.keys() >= self.placements.keys():
-            raise _model_is_gone()
+            raise _make_model_gone_error()
         # Reading `.data` dispatches an operation: hide it from the recording and the test's modes.
         # Checked in torch 2.6 to 2.15.
         with upstream.look_up("torch.utils._python_dispatch", "_disable_current_modes")():
             return {name: now[name].data for name in self.placements}
 
 
-def _traced(module: nn.Module) -> TracedModule:
+def _trace_module(module: nn.Module) -> TracedModule:
     module_type = str(type(module)).replace("<", "").replace(">", "")
     placements = {name: _placements(param) for name, param in _parameters(module).items()}
     return TracedModule(weakref.ref(module), module_type, placements)
@@ -108,7 +108,7 @@ class ModuleTracer:
         self._traced: dict[int, TracedModule] = {}  # keyed by id, valid while the module exists
         self._called: dict[TracedModule, None] = {}
 
-    def note(self, func: Any, dtensor_args: Sequence[Any] | None = None) -> None:
+    def note(self, func: object, dtensor_args: Sequence[Any] | None = None) -> None:
         """Record an operation; `dtensor_args` are its arguments if DTensor handles it."""
         if not isinstance(func, OpOverload):  # a higher-order operator
             return
@@ -116,17 +116,17 @@ class ModuleTracer:
         is_backward = self._backward.is_in_backward()
         traced: TracedModule | None = None
         if running is not None:
-            traced = self._note_module(running)
+            traced = self._get_traced_module(running)
             if traced not in self._called and not is_backward:
                 callers: tuple[TracedModule, ...] = ()
-                for caller in map(self._note_module, self._backward.modules):
+                for caller in map(self._get_traced_module, self._backward.modules):
                     if caller not in self._called:
                         caller.callers = callers
                         self._called[caller] = None
                     if caller not in callers:
                         callers = (*callers, caller)
         elif is_backward:
-            traced = self._acting_in_backward()
+            traced = self._find_backward_module()
         # Skip operations on fake tensors: DTensor runs them to infer the shapes of results.
         if dtensor_args is None and self._fake_mode() is not None:
             return
@@ -141,36 +141,38 @@ class ModuleTracer:
         }
         self._operations.append((traced, operation))
 
-    def _acting_in_backward(self) -> TracedModule | None:
+    def _find_backward_module(self) -> TracedModule | None:
         issuer = self._units.issuer
         if issuer:
-            return self._note_module(issuer[0])
+            return self._get_traced_module(issuer[0])
         # The previous operation computed this gradient: use its module, and avoid a slow search.
         if self._backward.adds_gradient() and self._operations:
             traced, operation = self._operations[-1]
             if operation["is_bw"]:
                 return traced
         maker, _ = self._backward.maker_of_current_node()
-        return None if isinstance(maker, Maker) else self._note_module(maker)
+        return None if isinstance(maker, Maker) else self._get_traced_module(maker)
 
-    def _note_module(self, module: nn.Module) -> TracedModule:
+    def _get_traced_module(self, module: nn.Module) -> TracedModule:
         traced = self._traced.get(id(module))
         # Compare the modules, because a module that no longer exists may have had this id.
         if traced is None or traced.module() is not module:
-            traced = self._traced[id(module)] = _traced(module)
+            traced = self._traced[id(module)] = _trace_module(module)
         return traced
 
     def result(self, roots: Sequence[nn.Module], names: ModuleNames) -> ModuleTrace:
         """Return the trace so far, with names relative to the roots."""
         outermost = (traced.module() for traced in self._called if not traced.callers)
-        keys = _keys((*roots, *(module for module in outermost if module is not None)))
+        keys = _map_ids_to_debug_names(
+            (*roots, *(module for module in outermost if module is not None))
+        )
         for traced in {*self._called, *(noted[0] for noted in self._operations)}:
             if traced is not None:
                 traced.settle(keys)
         called = {traced.name: traced for traced in self._called if traced.module() is not None}
         return ModuleTrace(
             modules=lambda: tuple(called.values()),
-            keys=_keys_of(names),
+            keys=_make_debug_name_finder(names),
             operations=tuple(
                 (GLOBAL if traced is None else traced.name, operation)
                 for traced, operation in self._operations
@@ -178,30 +180,32 @@ class ModuleTracer:
         )
 
 
-def untraced(roots: Sequence[nn.Module], names: ModuleNames) -> ModuleTrace:
+def make_trace_without_operations(roots: Sequence[nn.Module], names: ModuleNames) -> ModuleTrace:
     """Return the trace of a block that ran without a `ModuleTracer`: modules, but no operations."""
     return ModuleTrace(
         # Build the list lazily: every block has a trace, but few tests read it.
         modules=functools.partial(_modules_below, [weakref.ref(root) for root in roots]),
-        keys=_keys_of(names),
+        keys=_make_debug_name_finder(names),
     )
 
 
 def _modules_below(references: Sequence[weakref.ref[nn.Module]]) -> tuple[TracedModule, ...]:
     roots = [root for root in (reference() for reference in references) if root is not None]
     if len(roots) < len(references):
-        raise _model_is_gone()
-    keys = _keys(roots)
+        raise _make_model_gone_error()
+    keys = _map_ids_to_debug_names(roots)
     modules: dict[str, TracedModule] = {}
     for module in (module for root in roots for module in root.modules() if has_forward(module)):
-        traced = _traced(module)
+        traced = _trace_module(module)
         traced.name = keys[id(module)]
-        traced.callers = tuple(modules[key] for key in _around(traced.name) if key in modules)
+        traced.callers = tuple(
+            modules[key] for key in _list_enclosing_names(traced.name) if key in modules
+        )
         modules[traced.name] = traced
     return tuple(modules.values())
 
 
-def _model_is_gone() -> RecordingError:
+def _make_model_gone_error() -> RecordingError:
     return RecordingError(
         "the recorded model no longer exists; keep a reference to it until you have read its "
         "modules and parameters"
@@ -217,46 +221,50 @@ def _parameters(module: nn.Module | None) -> dict[str, torch.Tensor]:
     return {} if module is None else dict(module.named_parameters(recurse=False))
 
 
-def _keys(roots: Iterable[nn.Module]) -> dict[int, str]:
+def _map_ids_to_debug_names(roots: Iterable[nn.Module]) -> dict[int, str]:
     """Return CommDebugMode's names for all modules below the roots, keyed by module ``id``."""
     keys: dict[int, str] = {}
     for root in roots:
         for path, module in root.named_modules():
-            keys.setdefault(id(module), _key(type(root).__name__, path))
+            keys.setdefault(id(module), _make_debug_name(type(root).__name__, path))
     return keys
 
 
-def _key(root: str, path: str) -> str:
+def _make_debug_name(root: str, path: str) -> str:
     fqn = clean_fqn(path)
     return f"{root}.{fqn}" if fqn else root
 
 
-def _keys_of(names: ModuleNames) -> Callable[[str], tuple[str, ...]]:
+def _make_debug_name_finder(names: ModuleNames) -> Callable[[str], tuple[str, ...]]:
     # Store ids, not modules, so that no model is kept alive. Few tests need the names, so compute
     # them lazily.
     places = [(id(module), has_forward(module)) for module in names.modules]
     by_id, paths = names.by_id, names.paths
 
     @functools.cache
-    def named() -> tuple[dict[str, str], set[str]]:
+    def name_modules() -> tuple[dict[str, str], set[str]]:
         first: dict[int, tuple[str, bool, str, str]] = {}
         for (module, is_callable), path in zip(places, paths, strict=True):
             first.setdefault(module, (by_id[module], is_callable, *path))
-        keys = {fqn: _key(*path) for fqn, _, *path in first.values()}
-        return keys, {_key(*path) for _, is_callable, *path in first.values() if is_callable}
+        keys = {fqn: _make_debug_name(*path) for fqn, _, *path in first.values()}
+        return keys, {
+            _make_debug_name(*path) for _, is_callable, *path in first.values() if is_callable
+        }
 
-    def keys_of(owner: str) -> Iterator[str]:
-        keys, callable_ = named()
+    def find_debug_names(owner: str) -> Iterator[str]:
+        keys, callable_ = name_modules()
         # If a unit has several modules, its name is their FQNs, joined with ``+``.
         for fqn in [owner] if owner in keys else owner.split("+"):
             if fqn in keys:
-                yield from (outer for outer in _around(keys[fqn]) if outer in callable_)
+                yield from (
+                    outer for outer in _list_enclosing_names(keys[fqn]) if outer in callable_
+                )
                 yield keys[fqn]
 
-    return functools.cache(lambda owner: tuple(dict.fromkeys(keys_of(owner))))
+    return functools.cache(lambda owner: tuple(dict.fromkeys(find_debug_names(owner))))
 
 
-def _around(key: str) -> Iterator[str]:
+def _list_enclosing_names(key: str) -> Iterator[str]:
     """Yield the names of the modules that contain a module, outermost first."""
     return (key[:at] for at, character in enumerate(key) if character == ".")
 
@@ -284,7 +292,7 @@ class CommDebugAnswers(ABC):
     @abstractmethod
     def _current_block(self) -> RecordedBlock: ...
 
-    def get_comm_counts(self) -> dict[Any, int]:
+    def get_comm_counts(self) -> dict[object, int]:
         """Return the number of collectives per operation, e.g. ``torch.ops.c10d._allgather_base_``.
 
         As in CommDebugMode, operations of ``_c10d_functional`` are counted under their names in
@@ -293,11 +301,11 @@ class CommDebugAnswers(ABC):
         """
         counts: defaultdict[Any, int] = defaultdict(int)
         for event in self._current_block().recording.collectives:
-            counts[_packet(event)] += 1
+            counts[_find_packet(event)] += 1
         return counts
 
     @property
-    def comm_counts(self) -> dict[Any, int]:
+    def comm_counts(self) -> dict[object, int]:
         return self.get_comm_counts()
 
     def get_total_counts(self) -> int:
@@ -312,13 +320,13 @@ class CommDebugAnswers(ABC):
         as forward.
         """
         block = self._current_block()
-        counts: ModuleCounts = {GLOBAL: _no_counts()}
+        counts: ModuleCounts = {GLOBAL: _make_empty_counts()}
         for event in block.recording.collectives:
             is_backward = event.phase in {Phase.BACKWARD, Phase.RECOMPUTE}
             direction = "backward" if is_backward else "forward"
             around = () if event.owner is None else block.trace.keys(event.owner)
             for key in (GLOBAL, *around):
-                counts.setdefault(key, _no_counts())[direction][_packet(event)] += 1
+                counts.setdefault(key, _make_empty_counts())[direction][_find_packet(event)] += 1
         return counts
 
     @property
@@ -326,7 +334,7 @@ class CommDebugAnswers(ABC):
         return self.get_comm_module_counts()
 
     @property
-    def comm_module_operation_counts(self) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    def comm_module_operation_counts(self) -> dict[str, dict[str, list[dict[str, object]]]]:
         """The operations that each module ran, in order; ``Global`` lists those outside modules.
 
         Raises:
@@ -346,14 +354,14 @@ class CommDebugAnswers(ABC):
         return by_module
 
     @property
-    def advanced_module_tracker(self) -> Any:
+    def advanced_module_tracker(self) -> object:
         """The modules that were called, as an instance of torch's tracker.
 
         It provides ``module_helper_dict`` (``depth``, ``module_type``, and the placements of
         sharded ``parameters`` as text), ``module_parents_dict`` (each module's callers and itself)
         and ``parent_dict`` (the modules that each module called).
         """
-        return self._answering().advanced_module_tracker
+        return self._fill_debug_mode().advanced_module_tracker
 
     def get_parameter_info(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the direct parameters of each called module, keyed by module, then parameter name.
@@ -364,7 +372,7 @@ class CommDebugAnswers(ABC):
         modules = self._current_block().trace.modules()
         return {module.name: module.parameters() for module in modules if module.placements}
 
-    def get_sharding_info(self) -> dict[str, tuple[Any, ...]]:
+    def get_sharding_info(self) -> dict[str, tuple[object, ...]]:
         """Return the placements of each DTensor parameter, keyed by its FQN."""
         return {
             f"{module.name}.{name}": placements
@@ -384,22 +392,26 @@ class CommDebugAnswers(ABC):
         Raises:
             RecordingError: The level is not 0, and the block did not trace operations.
         """
-        table: str = self._answering(noise_level).generate_comm_debug_tracing_table(noise_level)
+        table: str = self._fill_debug_mode(noise_level).generate_comm_debug_tracing_table(
+            noise_level
+        )
         return table
 
     def log_comm_debug_tracing_table_to_file(
         self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
     ) -> None:
         """Write the table to a file, without colours."""
-        self._answering(noise_level).log_comm_debug_tracing_table_to_file(file_name, noise_level)
+        self._fill_debug_mode(noise_level).log_comm_debug_tracing_table_to_file(
+            file_name, noise_level
+        )
 
     def generate_json_dump(
         self, file_name: str = "comm_mode_log.json", noise_level: int = 3
     ) -> None:
         """Write the JSON file that torch's browser view of CommDebugMode reads."""
-        self._answering(noise_level).generate_json_dump(file_name, noise_level)
+        self._fill_debug_mode(noise_level).generate_json_dump(file_name, noise_level)
 
-    def _answering(self, noise_level: int = 0) -> Any:
+    def _fill_debug_mode(self, noise_level: int = 0) -> Any:
         """Return a CommDebugMode filled with our data. See Note [Answers of CommDebugMode]."""
         from torch.distributed.tensor.debug import CommDebugMode  # noqa: PLC0415  # for few tests
 
@@ -436,11 +448,11 @@ class CommDebugAnswers(ABC):
         return mode
 
 
-def _no_counts() -> dict[str, defaultdict[Any, int]]:
+def _make_empty_counts() -> dict[str, defaultdict[object, int]]:
     return {"forward": defaultdict(int), "backward": defaultdict(int)}
 
 
-def _packet(event: Collective) -> Any:
+def _find_packet(event: Collective) -> object:
     namespace, name = event.op.split(".", 1)
     if namespace in {"_c10d_functional", "_c10d_functional_autograd"}:
         legacy = getattr(torch.ops.c10d_functional, name, None)

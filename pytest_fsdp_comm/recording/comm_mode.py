@@ -11,31 +11,45 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from torch import nn, optim
 
-from pytest_fsdp_comm.comm.events import Collective, Recording, Redistribution, Reshard
+from pytest_fsdp_comm.comm.divergence import find_divergence, find_divergence_of, list_calls
+from pytest_fsdp_comm.comm.events import Collective, HostWait, Recording, Redistribution, Reshard
 from pytest_fsdp_comm.comm.json import dump_recordings, join_recordings
 from pytest_fsdp_comm.comm.profile import CommProfile, fold, merge
 from pytest_fsdp_comm.comm.questions import Answer, Question, select
 from pytest_fsdp_comm.errors import (
     FsdpCommError,
+    RanksDivergedError,
     RecordingError,
     UnseenCollectivesWarning,
     printable,
 )
 from pytest_fsdp_comm.gathering import RankFiles, gather_values
 from pytest_fsdp_comm.recording.comm_debug import CommDebugAnswers, RecordedBlock
-from pytest_fsdp_comm.recording.estimates import Estimate, estimating
-from pytest_fsdp_comm.recording.mesh_axes import current_world, existing_axes
+from pytest_fsdp_comm.recording.estimates import Estimate, measure_block
+from pytest_fsdp_comm.recording.mesh_axes import find_axes, rank_size_and_backend
 from pytest_fsdp_comm.recording.owners.attribution import BackwardMap
-from pytest_fsdp_comm.recording.owners.module_names import parts_of
+from pytest_fsdp_comm.recording.owners.module_names import read_model_parts
+from pytest_fsdp_comm.recording.private import READER
 from pytest_fsdp_comm.recording.recorder import Recorder
-from pytest_fsdp_comm.text.words import counted, show_nbytes
+from pytest_fsdp_comm.text.files import write_atomically
+from pytest_fsdp_comm.text.words import show_count, show_nbytes
+from pytest_fsdp_comm.upstream import private_names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Exchanged:
+    """What ranks exchange to merge their recordings."""
+
+    profile: CommProfile
+    calls: str
+    """`RankCalls.digest`."""
 
 
 class CommMode(CommDebugAnswers):
@@ -105,7 +119,9 @@ class CommMode(CommDebugAnswers):
             RecordingError: `model` is not a module, two parts have a parameter of the same name,
                 or one part contains another.
         """
-        parts = parts_of(model, given_to="comm_mode", otherwise=", or use `with comm_mode:`")
+        parts = read_model_parts(
+            model, given_to="comm_mode", otherwise=", or use `with comm_mode:`"
+        )
         self._models = tuple(map(weakref.ref, parts))
         if trace_operations is not None:
             self._traces = trace_operations
@@ -133,14 +149,15 @@ class CommMode(CommDebugAnswers):
                 "until the block is entered"
             )
         traces, self._traces = self._traces, self._traces_by_default
-        recorder = Recorder(models, self._backward, self._roots, traces_operations=traces)
         estimated, self._estimated, self._estimate = self._estimated, False, None
         with contextlib.ExitStack() as block:
-            block.enter_context(recorder.watching())
+            block.enter_context(private_names(READER))
+            recorder = Recorder(models, self._backward, self._roots, traces_operations=traces)
+            block.enter_context(recorder.watch())
             # Enter this last, so that FSDPMemTracker wraps our patches of FSDP, not vice versa.
             if estimated is not False:
                 optimizer = None if estimated is True else estimated
-                self._estimate = block.enter_context(estimating(models, optimizer))
+                self._estimate = block.enter_context(measure_block(models, optimizer))
             watching = block.pop_all()
         self._running, self._block = (recorder, watching), None
         self._unread_blocks += not self._is_read
@@ -192,7 +209,7 @@ class CommMode(CommDebugAnswers):
         count = sum(total.count for total in totals)
         unsized = sum(total.unsized for total in totals)
         nbytes = show_nbytes(sum(total.nbytes for total in totals), unsized)
-        return f"<CommMode: {counted(count, 'collective')}, {nbytes}>"
+        return f"<CommMode: {show_count(count, 'collective')}, {nbytes}>"
 
     def __str__(self) -> str:
         if self._block is None or self._show is None:
@@ -211,7 +228,7 @@ class CommMode(CommDebugAnswers):
     def _current_block(self) -> RecordedBlock:
         self._is_read = True
         if self._running is not None:
-            return self._running[0].so_far()
+            return self._running[0].build_block_so_far()
         if self._block is None:
             raise RecordingError(
                 "comm_mode has no recording yet; run the code in `with comm_mode(model):` first, "
@@ -242,6 +259,24 @@ class CommMode(CommDebugAnswers):
         return self.recording.redistributions
 
     @property
+    def host_waits(self) -> tuple[HostWait, ...]:
+        """The places where the host waits for the GPU, in order.
+
+        Raises:
+            RecordingError: This rank is not simulated, so nobody knows where the host waits.
+        """
+        return self._require_simulated_recording("host_waits").host_waits
+
+    def _require_simulated_recording(self, question: str) -> Recording:
+        if not self.recording.shows_overlap:
+            raise RecordingError(
+                f"comm_mode.{question} needs a simulated rank: which calls are exposed, and where "
+                "the host waits, is not known on real ranks; mark the test with "
+                "@pytest.mark.distributed(world_size=..., simulate=True)"
+            )
+        return self.recording
+
+    @property
     def peak_gathered_nbytes(self) -> int:
         """Peak size in bytes of the FSDP parameters gathered on this rank at the same time."""
         return self.recording.peak_gathered_nbytes
@@ -270,10 +305,16 @@ class CommMode(CommDebugAnswers):
         """This rank's recording, folded into rows of counts and bytes."""
         return fold(self.recording)
 
-    def merged_profile(self) -> CommProfile:
+    def merged_profile(self, *, allow_divergence: bool = False) -> CommProfile:
         """Return the rows of all ranks, merged. Every rank must call this.
 
+        Args:
+            allow_divergence: Whether to return the profile even if ranks issue different calls. Its
+                `divergence` then says where.
+
         Raises:
+            RanksDivergedError: Ranks of a process group issue different calls, or different orders
+                of calls.
             RecordingError: The block is still running; it ran without a process group; or earlier
                 blocks were neither compared nor queried.
         """
@@ -298,9 +339,19 @@ class CommMode(CommDebugAnswers):
                 "torch.distributed.init_process_group() before the block"
             )
         # Drop the rank's number, so that ranks with identical recordings exchange equal strings.
-        nameless = replace(self.profile, recorded_ranks=())
-        profiles = gather_values(self._gather, "comm_mode", nameless)
-        return merge(profiles, ranks=self._ranks or self.profile.recorded_ranks)
+        profile, calls = self.profile, list_calls(self.recording)
+        sent = _Exchanged(profile=replace(profile, recorded_ranks=()), calls=calls.digest)
+        gathered = gather_values(self._gather, "comm_mode", sent)
+        ranks = self._ranks or profile.recorded_ranks
+        merged = merge([of_rank.profile for of_rank in gathered], ranks=ranks)
+        if len({of_rank.calls for of_rank in gathered}) > 1:
+            # Only now exchange the calls, because most ranks make equal calls.
+            calls_of_ranks = gather_values(self._gather, "comm_mode", calls)
+            divergence = find_divergence(dict(zip(ranks, calls_of_ranks, strict=True)))
+            merged = replace(merged, divergence=divergence)
+        if merged.divergence is not None and not allow_divergence:
+            raise RanksDivergedError(str(merged.divergence))
+        return merged
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all ranks' recordings of the last block to one file. Every rank must call this.
@@ -310,6 +361,8 @@ class CommMode(CommDebugAnswers):
 
         Raises:
             FsdpCommError: The path does not end with ``.json``.
+            RanksDivergedError: Ranks of a process group issue different calls, or different orders
+                of calls. The file is written nevertheless.
             RecordingError: The block is still running, or none has begun.
         """
         name = os.fspath(path)
@@ -322,7 +375,10 @@ class CommMode(CommDebugAnswers):
             )
         recordings = gather_values(self._gather, "comm_mode.save", self.recording)
         if self.recording.rank == min(recording.rank for recording in recordings):
-            Path(name).write_text(dump_recordings(recordings), encoding="utf-8")
+            write_atomically(Path(name), dump_recordings(recordings))
+        divergence = find_divergence_of(recordings)
+        if divergence is not None:
+            raise RanksDivergedError(f"{divergence}; the recordings are in {name}")
 
     @contextlib.contextmanager
     def saving(
@@ -345,29 +401,29 @@ class CommMode(CommDebugAnswers):
             timeout_s: The seconds that rank 0 waits for the other ranks after the block.
         """
         is_recording = False
-        with _warned("recorded nothing"):
+        with _turn_errors_into_warnings("recorded nothing"):
             files = RankFiles(Path(path))
             if not os.fspath(path).endswith(".json"):
                 raise FsdpCommError(f"saving expects a path that ends with .json, got {path}")
-            if current_world()[0] == 0:
+            if rank_size_and_backend()[0] == 0:
                 files.clear()
             self(model).__enter__()
             is_recording = True
         try:
             yield
         except BaseException as error:
-            with _warned("did not end the recording"):
+            with _turn_errors_into_warnings("did not end the recording"):
                 self.__exit__(type(error), error, None)
             raise
-        with _warned(f"did not write {path}"):
+        with _turn_errors_into_warnings(f"did not write {path}"):
             # Write the recording even if it has a gap and warnings are errors.
-            with _warned("has gaps", UnseenCollectivesWarning):
+            with _turn_errors_into_warnings("has gaps", UnseenCollectivesWarning):
                 self.__exit__(None, None, None)
             if is_recording:
                 publish(self.recording, files)
                 if self.recording.rank == 0:
                     arguments = (files, Path(path), self.recording.world_size, timeout_s)
-                    threading.Thread(target=_write_of_ranks, args=arguments).start()
+                    threading.Thread(target=_write_joined_recordings, args=arguments).start()
 
     def counts(
         self,
@@ -376,6 +432,7 @@ class CommMode(CommDebugAnswers):
         phase: str | None = None,
         owner: str | None = None,
         axis: str | None = None,
+        exposed: bool | None = None,
     ) -> int:
         """Return the number of matching collectives on this rank.
 
@@ -388,14 +445,16 @@ class CommMode(CommDebugAnswers):
                 ``"layers.{0..3}"``, ``"(root)"``, ``"(no-module)"``. The ``*`` of
                 ``"layers.*"`` matches one segment or part of a segment. None for all.
             axis: Name of the mesh axis; None for all.
+            exposed: True for calls that no computation can hide, False for calls that some can.
+                Only simulated ranks know. None for all.
 
         Raises:
             RecordingError: There is no such kind, phase, axis or owner, so the count would always
-                be 0; or nothing has been recorded yet.
+                be 0; nothing has been recorded yet; or `exposed` is not known.
         """
         __tracebackhide__ = True  # so that pytest reports an error at the caller's line
-        question = Question(kind=kind, phase=phase, owner=owner, axis=axis)
-        return self._answer("counts", question, len)
+        question = Question(kind=kind, phase=phase, owner=owner, axis=axis, exposed=exposed)
+        return self._measure_matching_collectives("counts", question, len)
 
     def nbytes(
         self,
@@ -404,21 +463,26 @@ class CommMode(CommDebugAnswers):
         phase: str | None = None,
         owner: str | None = None,
         axis: str | None = None,
+        exposed: bool | None = None,
     ) -> int:
         """Return the bytes of matching collectives on this rank; see `counts` for the arguments."""
         __tracebackhide__ = True
-        question = Question(kind=kind, phase=phase, owner=owner, axis=axis)
-        return self._answer("nbytes", question, lambda events: sum(e.nbytes for e in events))
+        question = Question(kind=kind, phase=phase, owner=owner, axis=axis, exposed=exposed)
+        return self._measure_matching_collectives(
+            "nbytes", question, lambda events: sum(e.nbytes for e in events)
+        )
 
-    def _answer(
+    def _measure_matching_collectives(
         self, name: str, question: Question, measure: Callable[[tuple[Collective, ...]], int]
     ) -> int:
         __tracebackhide__ = True
         query = f"{name}({question})"
         block = self._current_block()
+        if question.exposed is not None:
+            self._require_simulated_recording(query)
         recorded, names = block.recording.collectives, block.names
         if question.axis is not None and question.axis not in names.axes:
-            names = names.with_axes(existing_axes(), recorded)
+            names = names.add_axes(find_axes(), recorded)
         if isinstance(question.axis, str):  # recordings store names in printable form
             axis = printable(question.axis)
             question = replace(question, axis=axis) if axis in names.axes else question
@@ -431,19 +495,21 @@ def publish(recording: Recording, files: RankFiles) -> None:
     files.publish(recording.rank, dump_recordings([replace(recording, rank=0, timings=())]))
 
 
-def _write_of_ranks(files: RankFiles, path: Path, num_ranks: int, timeout_s: float) -> None:
-    with _warned(f"did not write {path}"):
+def _write_joined_recordings(
+    files: RankFiles, path: Path, num_ranks: int, timeout_s: float
+) -> None:
+    with _turn_errors_into_warnings(f"did not write {path}"):
         texts = files.collect(num_ranks, timeout_s=timeout_s)
-        path.write_text(join_recordings(texts), encoding="utf-8")
+        write_atomically(path, join_recordings(texts))
 
 
 @contextlib.contextmanager
-def _warned(problem: str, kind: type[Exception] = Exception) -> Iterator[None]:
+def _turn_errors_into_warnings(problem: str, kind: type[Exception] = Exception) -> Iterator[None]:
     """Turn an error into a warning, or into a printed line where warnings are errors."""
     try:
         yield
     except kind as error:
-        text = f"comm_mode {problem}: {error}"
+        text = printable(f"comm_mode {problem}: {error}", "\n")
         try:
             warnings.warn(text, UnseenCollectivesWarning, stacklevel=3)
         except UnseenCollectivesWarning:

@@ -35,9 +35,13 @@ class Dispatch(IntEnum):
 def dispatch_of(cls: type) -> Dispatch:
     """Return how a tensor class runs operations."""
     method: Any = getattr(cls, "__torch_dispatch__", None)
-    if method is None or method is torch.Tensor.__torch_dispatch__ or issubclass(cls, _stand_ins()):
+    if (
+        method is None
+        or method is torch.Tensor.__torch_dispatch__
+        or issubclass(cls, _find_tracing_tensor_classes())
+    ):
         return Dispatch.NONE
-    return Dispatch.WRAPPER if _can_be_taken_apart(cls) else Dispatch.OPAQUE
+    return Dispatch.WRAPPER if _has_tensor_flatten(cls) else Dispatch.OPAQUE
 
 
 def is_dtensor_class(cls: type) -> bool:
@@ -52,9 +56,9 @@ def is_dtensor(thing: object) -> bool:
     return module is not None and isinstance(thing, module.DTensor)
 
 
-def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def unwrap_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the plain tensors inside a wrapper, at any depth; yield any other tensor unchanged."""
-    if type(tensor) is torch.Tensor or not _can_be_taken_apart(type(tensor)):
+    if type(tensor) is torch.Tensor or not _has_tensor_flatten(type(tensor)):
         yield tensor
         return
     wrapper: Any = tensor
@@ -64,15 +68,15 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         names = vars(wrapper)  # flattening reads a value, which a simulated tensor lacks
     for inner in (getattr(wrapper, name) for name in names):
         if isinstance(inner, torch.Tensor):  # torch 2.13 lists the mesh of a DTensor too
-            yield from plain_tensors(inner)
+            yield from unwrap_tensors(inner)
 
 
-def _can_be_taken_apart(cls: type) -> bool:
+def _has_tensor_flatten(cls: type) -> bool:
     # torch.compile requires these methods of wrappers (torch 2.1 and newer).
     return hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
 
 
-def _stand_ins() -> tuple[type, ...]:
+def _find_tracing_tensor_classes() -> tuple[type, ...]:
     """Return torch's tensor classes for tracing, which work only inside their dispatch mode."""
     # Look in sys.modules: if nothing has imported the module, no tensor can have the class.
     modules = ((sys.modules.get(module), name) for module, name in _STAND_INS)
@@ -90,7 +94,7 @@ class RedistributionWatch:
         self.last: tuple[Any, int] | None = None
         """List and step of the redistribution that issued the last collective; None if none did."""
 
-    def note_collective(self, variables: Mapping[str, Any]) -> dict[str, Any] | None:
+    def describe_new_redistribution(self, variables: Mapping[str, Any]) -> dict[str, object] | None:
         """Return the fields of a `Redistribution` at its first collective, else None."""
         # `variables` are the locals of torch's redistribute_local_tensor.
         try:
@@ -113,5 +117,5 @@ class RedistributionWatch:
             "target_placements": tuple(map(repr, target.placements)),
             "mesh_axes": tuple(map(printable, names)),
             # Sum over inner tensors: a wrapper may report a different dtype.
-            "nbytes": sum(inner.numel() * inner.element_size() for inner in plain_tensors(local)),
+            "nbytes": sum(inner.numel() * inner.element_size() for inner in unwrap_tensors(local)),
         }

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import RecordingError
+from pytest_fsdp_comm.recording.private import TorchDispatchMode
 
 _USE = "an estimate relies on"
 # The memory kinds of FSDPMemTracker that each field of `Estimate` sums up (checked in torch 2.13).
@@ -75,7 +75,9 @@ class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
 
 
 @contextlib.contextmanager
-def estimating(models: Sequence[nn.Module], optimizer: Any) -> Iterator[Callable[[], Estimate]]:
+def measure_block(
+    models: Sequence[nn.Module], optimizer: object
+) -> Iterator[Callable[[], Estimate]]:
     """Measure the block's memory and FLOPs; yield a function that returns the `Estimate` so far."""
     model = models[0]
     if len(models) > 1 or not isinstance(model, FSDPModule):
@@ -89,7 +91,7 @@ def estimating(models: Sequence[nn.Module], optimizer: Any) -> Iterator[Callable
     )
     tracker = tracker_type(model, optimizer)
 
-    def begin(_: nn.Module, *inputs: Any) -> None:
+    def begin(_: nn.Module, *inputs: object) -> None:
         # Reset the tracker, because otherwise a second forward raises.
         tracker.reset_mod_stats()
         tracker.track_inputs(inputs)

@@ -31,7 +31,7 @@ import torch
 from pytest_fsdp_comm.comm.events import Collective, Gap
 from pytest_fsdp_comm.recording.operations import UNKNOWN
 from pytest_fsdp_comm.recording.pending import Pending
-from pytest_fsdp_comm.text.words import counted, show_nbytes
+from pytest_fsdp_comm.text.words import show_count, show_nbytes
 
 _SCALAR_TYPES: Final = {
     "Float": "float32",
@@ -78,13 +78,13 @@ class Flight:
         )
 
 
-def flown(since_ns: int) -> tuple[list[Flight], int]:
+def read_flights(since_ns: int) -> tuple[list[Flight], int]:
     """Return the collectives that this process ran since `since_ns`, a ``time.time_ns()``."""
     # Also return the number of entries in the buffer if it may have dropped older ones, else 0.
     collectives: list[Flight] = []
     num_stored = 0
     for dump in _DUMPS:
-        entries = _entries(dump)
+        entries = _read_entries(dump)
         new = [entry for entry in entries if entry["time_created_ns"] >= since_ns]
         if new and new[0] is entries[0] and new[0]["record_id"] > 0:
             num_stored = max(num_stored, len(entries))
@@ -96,7 +96,7 @@ def flown(since_ns: int) -> tuple[list[Flight], int]:
 _DUMPS: Final = ("_dump_fr_trace", "_dump_nccl_trace")
 
 
-def _entries(name: str) -> list[dict[str, Any]]:
+def _read_entries(name: str) -> list[dict[str, Any]]:
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), name, None)
     if dump is None:
         return []
@@ -107,12 +107,12 @@ def _entries(name: str) -> list[dict[str, Any]]:
     return trace.get("entries", []) if version >= (2, 10) else []
 
 
-def flights(entries: Iterable[dict[str, Any]]) -> list[Flight]:
+def flights(entries: Iterable[dict[str, object]]) -> list[Flight]:
     """Convert the entries of a gloo or NCCL dump; skip point-to-point calls."""
-    return [_flight(entry) for entry in entries if not entry["is_p2p"]]
+    return [_parse_flight(entry) for entry in entries if not entry["is_p2p"]]
 
 
-def _flight(entry: dict[str, Any]) -> Flight:
+def _parse_flight(entry: dict[str, Any]) -> Flight:
     backend, _, kind = entry["profiling_name"].partition(":")
     group, description = entry["process_group"]
     return Flight(
@@ -121,8 +121,8 @@ def _flight(entry: dict[str, Any]) -> Flight:
         description=description,
         seq=entry["collective_seq_id"],
         kind=kind.removeprefix("_").removesuffix("_base"),  # NCCL's _all_gather_base
-        sent=_tensors(entry["input_sizes"], entry["input_dtypes"]),
-        received=_tensors(entry["output_sizes"], entry["output_dtypes"]),
+        sent=_parse_tensors(entry["input_sizes"], entry["input_dtypes"]),
+        received=_parse_tensors(entry["output_sizes"], entry["output_dtypes"]),
         thread_id=int(entry["thread_id"]),
         # Check both: NCCL retires an entry some time after the GPU has finished the collective.
         is_done=bool(entry["retired"]) or entry["state"] == "completed",
@@ -130,7 +130,7 @@ def _flight(entry: dict[str, Any]) -> Flight:
     )
 
 
-def _tensors(sizes: list[list[int]], dtypes: list[str]) -> tuple[tuple[str, int], ...]:
+def _parse_tensors(sizes: list[list[int]], dtypes: list[str]) -> tuple[tuple[str, int], ...]:
     return tuple(
         (_SCALAR_TYPES.get(dtype, dtype.lower()), math.prod(size))
         for size, dtype in zip(sizes, dtypes, strict=False)
@@ -176,18 +176,18 @@ class Witness:
         alive = {thread.ident for thread in threading.enumerate()}
         self._running = alive & self._threads - {threading.get_ident()}
 
-    def numbered(
+    def key_calls_by_sequence_number(
         self, recorded: Iterable[Pending[Collective]]
     ) -> dict[tuple[str, int], Pending[Collective]]:
         """Return the calls up to each group's first mismatch, keyed by group and `Flight.seq`."""
         issued: defaultdict[str | None, list[tuple[_Sent, Pending[Collective]]]] = defaultdict(list)
         for call in recorded:
-            if _kind(call):
-                issued[call.group] += ((sent, call) for sent in _sent_by(call))
+            if _kind_listed_by_gloo(call):
+                issued[call.group] += ((sent, call) for sent in _summarize_call(call))
         numbered = {}
-        for flight in flown(self._begin_ns)[0]:
+        for flight in read_flights(self._begin_ns)[0]:
             unmatched = issued[flight.group]
-            if unmatched and unmatched[0][0] == _sent(flight):
+            if unmatched and unmatched[0][0] == _summarize_flight(flight):
                 numbered[flight.group, flight.seq] = unmatched.pop(0)[1]
             else:
                 unmatched.clear()
@@ -195,7 +195,7 @@ class Witness:
 
     def end(self, recorded: Sequence[Pending[Collective]]) -> None:
         """Compare the block's collectives with the flight recorder."""
-        flights, num_stored = flown(self._begin_ns)
+        flights, num_stored = read_flights(self._begin_ns)
         if num_stored:
             self.notes.append(
                 f"only the last {num_stored} collectives were checked against torch's flight "
@@ -213,8 +213,10 @@ class Witness:
                 "TORCH_DISTRIBUTED_DEBUG=DETAIL"
             )
         for group, entries in by_group.items():
-            calls = [call for call in recorded if call.group == group and _kind(call)]
-            self._compare(calls, entries)
+            calls = [
+                call for call in recorded if call.group == group and _kind_listed_by_gloo(call)
+            ]
+            self._add_unmatched_flights(calls, entries)
         count = len(self._unseen)
         self._unseen = [each for each in self._unseen if each.thread_id not in self._running]
         if len(self._unseen) < count:
@@ -223,22 +225,24 @@ class Witness:
                 "not recorded"
             )
 
-    def _compare(self, issued: Iterable[Pending[Collective]], flights: Iterable[Flight]) -> None:
+    def _add_unmatched_flights(
+        self, issued: Iterable[Pending[Collective]], flights: Iterable[Flight]
+    ) -> None:
         """Add one group's flights to `_unseen`, except those that match a recorded collective."""
         unmatched: defaultdict[_Sent, list[Flight]] = defaultdict(list)
         for flight in flights:
-            unmatched[_sent(flight)].append(flight)
+            unmatched[_summarize_flight(flight)].append(flight)
         for equal in unmatched.values():
             equal.sort(key=lambda flight: flight.thread_id not in self._threads)
         unknown = []
         for call in issued:
-            if _kind(call).startswith(UNKNOWN):
+            if _kind_listed_by_gloo(call).startswith(UNKNOWN):
                 unknown.append(call.fields["nbytes_sent"])
-            for sent in _sent_by(call):
+            for sent in _summarize_call(call):
                 del unmatched[sent][:1]
         for flight in (flight for equal in unmatched.values() for flight in equal):
             # Compare only the size of an operation that is not in the tables: its kind is unknown.
-            nbytes = _sent(flight).nbytes
+            nbytes = _summarize_flight(flight).nbytes
             if nbytes in unknown and flight.thread_id in self._threads:
                 unknown.remove(nbytes)
             else:
@@ -251,7 +255,7 @@ class Witness:
         names = axes()
         whys: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for flight in self._unseen:
-            sent = _sent(flight)._replace(kind=flight.kind)
+            sent = _summarize_flight(flight)._replace(kind=flight.kind)
             described = flight.description if flight.description != "undefined" else ""
             over = names.get(flight.group) or described or "a destroyed group"
             why = (
@@ -263,43 +267,48 @@ class Witness:
         return tuple(
             Gap(
                 kind="unseen",
-                text=f"{counted(kinds.total(), 'collective')} {why}: {_listed(kinds)}",
+                text=f"{show_count(kinds.total(), 'collective')} {why}: {_show_kind_counts(kinds)}",
             )
             for why, kinds in sorted(whys.items())
         )
 
 
-def _kind(call: Pending[Collective]) -> str:
+def _kind_listed_by_gloo(call: Pending[Collective]) -> str:
     """Return the kind under which gloo lists a call; empty if the flight recorder omits it."""
     kind: str = call.fields["kind"]
     return "" if kind in {"send", "recv"} else _RUN_AS.get(kind, kind)
 
 
-def _sent_by(call: Pending[Collective]) -> list[_Sent]:
+def _summarize_call(call: Pending[Collective]) -> list[_Sent]:
     """Return the collectives that the flight recorder lists for a recorded call under gloo."""
     if call.parts:
-        return [_Sent(_kind(call), _as_sent([dtype]), nbytes) for dtype, nbytes in call.parts]
+        return [
+            _Sent(_kind_listed_by_gloo(call), _map_dtypes([dtype]), nbytes)
+            for dtype, nbytes in call.parts
+        ]
     dtype, nbytes = call.fields["dtype"], call.fields["nbytes_sent"]
     if call.fields["kind"] in {"broadcast", "scatter"} and not nbytes:  # most ranks only receive
         nbytes = call.fields["nbytes_received"]
-    return [_Sent(_kind(call), _as_sent(dtype.split("+") if dtype else ()), nbytes)]
+    return [
+        _Sent(_kind_listed_by_gloo(call), _map_dtypes(dtype.split("+") if dtype else ()), nbytes)
+    ]
 
 
-def _sent(flight: Flight) -> _Sent:
+def _summarize_flight(flight: Flight) -> _Sent:
     # A rank that only receives (most ranks of a scatter) reports no input.
     tensors = flight.sent or flight.received
     return _Sent(
         _RUN_AS.get(flight.kind, flight.kind),
-        _as_sent(name for name, _ in tensors),
+        _map_dtypes(name for name, _ in tensors),
         sum(count * getattr(torch, name).itemsize for name, count in tensors),
     )
 
 
-def _as_sent(dtypes: Iterable[str]) -> frozenset[str]:
+def _map_dtypes(dtypes: Iterable[str]) -> frozenset[str]:
     return frozenset(_SENT_AS.get(dtype, dtype) for dtype in dtypes)
 
 
-def _listed(kinds: Counter[str]) -> str:
+def _show_kind_counts(kinds: Counter[str]) -> str:
     listed = [kind if count == 1 else f"{count} x {kind}" for kind, count in kinds.items()]
     first, more = listed[:4], listed[4:]
     return ", ".join(first) + (f" and {len(more)} more kinds" if more else "")

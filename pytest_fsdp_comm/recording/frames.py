@@ -21,18 +21,18 @@ _SITE_PACKAGES: Final = ("/site-packages/", "/dist-packages/")
 
 
 @functools.cache
-def torch_files() -> str:
+def torch_path_prefix() -> str:
     """Return the path prefix of torch's files; without torch, a prefix that matches no file."""
     spec = importlib.util.find_spec("torch")  # does not import it
     return f"{Path(spec.origin).parent}/" if spec and spec.origin else "\0"
 
 
 @functools.cache
-def whose(path: str) -> Whose:
+def find_author(path: str) -> Whose:
     """Return who wrote a source file, judging by its path."""
     if path.startswith(PACKAGE):
         return "ours"
-    if path.startswith(torch_files()):
+    if path.startswith(torch_path_prefix()):
         return "torch"
     # Check this before the standard library: outside a virtual environment, it contains packages.
     if any(directory in path for directory in _SITE_PACKAGES):
@@ -42,11 +42,11 @@ def whose(path: str) -> Whose:
 
 def is_outside_torch(frame: FrameType) -> bool:
     """Whether a frame runs code of a user or of a library other than torch."""
-    return whose(frame.f_code.co_filename) in {"user", "library"}
+    return find_author(frame.f_code.co_filename) in {"user", "library"}
 
 
 # We do not use traceback.walk_stack(), because it looks up the line of each frame, which is slow.
-def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def walk_outwards(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield a frame and its callers, innermost first."""
     while frame is not None:
         yield frame
@@ -58,7 +58,7 @@ def find_caller() -> FrameType | None:
     # Callers must not store the frame, which keeps the tensors in its variables alive.
     library, frame = None, sys._getframe(1).f_back
     while frame is not None:
-        owner = whose(frame.f_code.co_filename)
+        owner = find_author(frame.f_code.co_filename)
         if owner == "user":
             return frame
         if owner == "library":

@@ -26,12 +26,11 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Gap
@@ -39,14 +38,17 @@ from pytest_fsdp_comm.recording import active
 from pytest_fsdp_comm.recording.comm_debug import ModuleTracer
 from pytest_fsdp_comm.recording.dtensors import Dispatch, dispatch_of, is_dtensor_class
 from pytest_fsdp_comm.recording.operations import NAMESPACES, VALUE_READS, Call, call_of
+from pytest_fsdp_comm.recording.overlap import current_overlap, run_and_issue
+from pytest_fsdp_comm.recording.private import OpOverload, TorchDispatchMode
 
 _KEY: Final = "BackendSelect"
-_META: Final = torch._C.DispatchKey.Meta
+_META: Final = upstream.look_up("torch._C", "DispatchKey.Meta")
 _LINE: Final = 0
 """The line number that marks our kernels; torch 2.7 stores a kernel's line, but not its file."""
 _USED: Final = (
-    *("_dispatch_library", "_dispatch_get_all_op_names", "_dispatch_keyset_full_after"),
-    *("_dispatch_dump", "_dispatch_tls_is_dispatch_key_included"),
+    *("_C._dispatch_library", "_C._dispatch_get_all_op_names", "_C._dispatch_keyset_full_after"),
+    *("_C._dispatch_dump", "_C._dispatch_tls_is_dispatch_key_included", "_C.DispatchKey." + _KEY),
+    *("library._defs", "library._impls"),
 )
 
 # After a graph break, the compiler inspects every frame that runs. It skips our frames,
@@ -61,7 +63,7 @@ _libraries: Final[list[Any]] = []
 _calls: Final[dict[str, Call]] = {}
 """The operations for which we registered a kernel, keyed by dispatcher name."""
 _checked: tuple[int, ...] = ()
-"""The result of `_registrations` when `register_collectives` last succeeded."""
+"""The result of `_count_registrations` when `register_collective_kernels` last succeeded."""
 
 
 class _Thread(threading.local):
@@ -72,18 +74,20 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def register_collectives() -> str:
+def register_collective_kernels() -> str:
     """Register kernels for all collectives; return a reason if that is impossible, else ""."""
     global _checked  # noqa: PLW0603  # the whole process shares the kernels
-    missing = [name for name in _USED if not hasattr(torch._C, name)]
-    if missing:
-        return f"this torch has no torch._C.{missing[0]}"
+    for name in _USED:
+        try:
+            attrgetter(name)(torch)
+        except AttributeError:
+            return f"this torch has no torch.{name}"
     if not torch._C._dispatch_tls_is_dispatch_key_included(getattr(torch._C.DispatchKey, _KEY)):
         return f"torch calls no kernels at {_KEY} on this thread"
-    if _registrations() == _checked:
+    if _count_registrations() == _checked:
         return ""
-    calls = communicating()
-    foreign = next(filter(_is_foreign, calls), "")
+    calls = find_communicating_operations()
+    foreign = next(filter(_has_foreign_kernel, calls), "")
     if foreign:
         return f"another library has registered a kernel for {foreign} at {_KEY}"
     # Compare objects, not names: a library may have removed an operation, and another redefined it.
@@ -92,17 +96,17 @@ def register_collectives() -> str:
     for name, call in new.items():
         # Skip the old c10d_functional: its operations call _c10d_functional, which we record.
         if call.namespace != "c10d_functional":
-            _register(name, call.func, functools.partial(run_recorded, call))
-    _checked = _registrations()
+            _register_kernel(name, call.func, functools.partial(run_and_record, call))
+    _checked = _count_registrations()
     return ""
 
 
-def communicating() -> Mapping[str, Call]:
+def find_communicating_operations() -> Mapping[str, Call]:
     """Return all operations of this torch that communicate, keyed by dispatcher name."""
-    return _communicating(*_registrations())
+    return _search_communicating_operations(*_count_registrations())
 
 
-def _registrations() -> tuple[int, ...]:
+def _count_registrations() -> tuple[int, ...]:
     """Return counts that change whenever an operation or kernel is registered or removed."""
     # Compare counts, because querying the dispatcher takes longer than the rest of a short block.
     # Include the namespaces: a removed operation disappears from them, but not from _defs.
@@ -112,7 +116,7 @@ def _registrations() -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=1)
-def _communicating(*_registered: int) -> Mapping[str, Call]:
+def _search_communicating_operations(*_registered: int) -> Mapping[str, Call]:
     # Skip removed operations: the dispatcher still lists them, but without a schema.
     names = [
         name
@@ -133,7 +137,7 @@ def _overload(name: str) -> OpOverload:
     return func
 
 
-def _is_foreign(name: str) -> bool:
+def _has_foreign_kernel(name: str) -> bool:
     """Whether another library's kernel at our dispatch key receives an operation's calls."""
     lines = torch._C._dispatch_dump(name).splitlines()
     return any(line.startswith(f"{_KEY}: ") and f":{_LINE} " not in line for line in lines)
@@ -141,12 +145,12 @@ def _is_foreign(name: str) -> bool:
 
 def gaps() -> Iterator[Gap]:
     """Yield a gap for each operation whose calls in the block may have bypassed our kernel."""
-    if _registrations() == _checked:
+    if _count_registrations() == _checked:
         return
-    for name, call in communicating().items():
+    for name, call in find_communicating_operations().items():
         if _calls.get(name) is not call:
             problem = "was registered"
-        elif _is_foreign(name):
+        elif _has_foreign_kernel(name):
             problem = "got another kernel"
         else:
             continue
@@ -158,24 +162,24 @@ def gaps() -> Iterator[Gap]:
 
 
 @functools.cache
-def register_value_reads() -> None:
+def register_value_read_kernels() -> None:
     """For simulated ranks, register kernels that report each operation that reads tensor values."""
     # Older versions of torch lack some of these operations.
     for name in frozenset(VALUE_READS).intersection(torch._C._dispatch_get_all_op_names()):
         func = _overload(name)
-        _register(name, func, functools.partial(_run_read, func))
+        _register_kernel(name, func, functools.partial(_run_and_note_read, func))
 
 
-def _register(name: str, func: OpOverload, run: Callable[..., Any]) -> None:
+def _register_kernel(name: str, func: OpOverload, run: Callable[..., object]) -> None:
     """Register a kernel that calls `run` during a recording, and otherwise passes calls on."""
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
     # Call the function behind `func.redispatch`, to save a frame (the same in torch 2.7 to 2.15).
     handle = getattr(func, "_handle", None)
     redispatch = getattr(handle, "redispatch_boxed", func.redispatch)
 
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: Any, *args: object, **kwargs: object) -> object:
         __tracebackhide__ = True
-        if not active.is_any() or (keys.has(_META) and _is_traced()):
+        if not active.has_running_recording() or (keys.has(_META) and _is_compiler_tracing()):
             return redispatch(keys & below, *args, **kwargs)
         compiler = set_compiler(None)
         try:
@@ -189,16 +193,19 @@ def _register(name: str, func: OpOverload, run: Callable[..., Any]) -> None:
     _libraries.append(library)
 
 
-def run_recorded(
-    call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
-) -> Any:
+def run_and_record(
+    call: Call, args: Sequence[object], kwargs: dict[str, object], run: Callable[[], object]
+) -> object:
     """Run a collective, and record it in every recording that includes this thread."""
     __tracebackhide__ = True
     if _thread.is_inside:
         return run()
-    recorders, outlived = active.whose_call()
+    recorders, outlived = active.find_recorders_of_call()
     for recorder in outlived:
         recorder.note_outliving_thread(call)
+    overlap = current_overlap()
+    if overlap is not None:
+        run = functools.partial(run_and_issue, overlap, call, args, kwargs, run)
     for recorder in recorders[1:]:
         run = functools.partial(recorder.run_collective, call, args, kwargs, run)
     _thread.is_inside = True
@@ -208,13 +215,13 @@ def run_recorded(
         _thread.is_inside = False
 
 
-def _run_read(
-    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
-) -> Any:
+def _run_and_note_read(
+    func: OpOverload, args: Sequence[object], kwargs: dict[str, object], run: Callable[[], object]
+) -> object:
     __tracebackhide__ = True
     if _thread.is_inside:
         return run()
-    for recorder in active.entered():
+    for recorder in active.entered_recorders():
         recorder.note_read(func, args, kwargs)
     _thread.is_inside = True
     try:
@@ -223,13 +230,13 @@ def _run_read(
         _thread.is_inside = False
 
 
-def _is_traced() -> bool:
+def _is_compiler_tracing() -> bool:
     """Whether torch.compile is tracing; meta tensors then belong to the compiler, not the test."""
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
 class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Trace this thread's operations and record `calls`. See Note [Subclasses pass through]."""
+    """Trace or record this thread's operations. See Note [Subclasses pass through]."""
 
     # Without this, a higher-order operator in the block raises.
     supports_higher_order_operators = True
@@ -239,26 +246,27 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         """Keep torch.compile enabled under this mode (torch 2.9.1 and newer)."""
         return True
 
-    def __init__(self, tracer: ModuleTracer | None, calls: Iterable[Call] = ()) -> None:
+    def __init__(self, tracer: ModuleTracer | None, *, records: bool) -> None:
+        """Pass operations to `tracer`; if `records`, also record those that communicate."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._tracer = tracer
-        # Keyed by id, because torch's operations are slow to hash.
-        self._calls = {id(call.func): call for call in calls}
+        self._records = records
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         keywords = kwargs or {}
-        call = self._calls.get(id(func))
+        communicates = getattr(func, "namespace", None) in NAMESPACES
         dispatch = max(map(dispatch_of, types), default=Dispatch.NONE)
         if dispatch is Dispatch.WRAPPER:
             if self._tracer is not None and any(map(is_dtensor_class, types)):
                 self._tracer.note(func, args)
             return NotImplemented
-        if dispatch is Dispatch.OPAQUE and getattr(func, "namespace", None) not in NAMESPACES:
+        if dispatch is Dispatch.OPAQUE and not communicates:
             return NotImplemented
         if self._tracer is not None:
             self._tracer.note(func)
+        call = call_of(func) if communicates and self._records else None
         if call is None:
             return func(*args, **keywords)
-        return run_recorded(call, args, keywords, functools.partial(func, *args, **keywords))
+        return run_and_record(call, args, keywords, functools.partial(func, *args, **keywords))

@@ -7,8 +7,8 @@ import copy
 import gc
 import itertools
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.comm.mesh import MeshAxis, axis_of
+from pytest_fsdp_comm.comm.mesh import MeshAxis, axis_of, is_aligned
 from pytest_fsdp_comm.errors import printable
+from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import write_ranks
 
 WORLD = "world"
@@ -40,7 +41,7 @@ class GroupNames:
         self._meshes: dict[int, DeviceMesh] = {}
 
     @contextlib.contextmanager
-    def unchanged(self) -> Iterator[None]:
+    def restore_on_exit(self) -> Iterator[None]:
         """Restore this object's state when the block ends, but keep new groups."""
         # Keep new groups, because another thread may have used one during the block.
         saved = {name: copy.copy(value) for name, value in vars(self).items()}
@@ -63,7 +64,7 @@ class GroupNames:
                 continue
             self._axes.setdefault(group.group_name, axis)
 
-    def learn_parameters(self, modules: Iterable[nn.Module]) -> None:
+    def learn_meshes_of_parameters(self, modules: Iterable[nn.Module]) -> None:
         """Learn the meshes of the modules' DTensor parameters."""
         # In compiled code, a collective reveals only its group. If a mesh spans all ranks, that is
         # the default group, whose description names no axis. DTensor parameters refer to the mesh.
@@ -75,7 +76,7 @@ class GroupNames:
                 if isinstance(parameter, tensors.DTensor):
                     self.learn_mesh(parameter.device_mesh)
 
-    def learn_unit(self, unit: Any) -> None:
+    def learn_mesh_of_unit(self, unit: Any) -> None:
         """Learn the mesh of an FSDP2 parameter group. See Note [Reshard after forward]."""
         self.learn_mesh(unit.mesh_info.mesh)
         after = unit.post_forward_mesh_info
@@ -95,27 +96,57 @@ class GroupNames:
         whole = self._wholes.get(key)
         if whole is not None and whole != key:
             return axis_of(f"{self.axis(whole).name}.post_forward", ranks)
-        return axis_of(self._axes.get(key) or _name_of(description, ranks), ranks)
+        return axis_of(self._axes.get(key) or _name_group(description, ranks), ranks)
 
     def is_shape(self, key: str) -> bool:
         """Whether a group's name only describes its shape, so other groups may share the name."""
         description, _ = self._groups[key]
-        return not (self._axes.get(key) or self._wholes.get(key) or _described(description))
+        return not (self._axes.get(key) or self._wholes.get(key) or _parse_axis_name(description))
 
-    def axes(self, keys: Iterable[str]) -> dict[str, MeshAxis]:
-        """Return the axis of each group, with a suffix if different axes have the same name."""
+    def axes(self, keys: Iterable[str], counted: Container[str | None] = ()) -> dict[str, MeshAxis]:
+        """Return the axis of each group, with a suffix if different axes have the same name.
+
+        `MeshAxis.num_groups` counts only the groups in `counted`.
+        """
         # Compute axes from ranks, not from the mesh's layout: torch 2.13 reports wrong strides for
         # a mesh built from a transposed tensor.
         by_key = {key: self.axis(key) for key in dict.fromkeys(keys)}
+        by_key = self._add_group_counts(by_key, counted)
         layouts: defaultdict[str, set[MeshAxis]] = defaultdict(set)
         for axis in by_key.values():
             layouts[axis.name].add(axis)
         return {
-            key: replace(axis, name=f"{axis.name}.{_distinction(axis)}")
+            key: replace(axis, name=f"{axis.name}.{_make_suffix(axis)}")
             if len(layouts[axis.name]) > 1
             else axis
             for key, axis in by_key.items()
         }
+
+    def _add_group_counts(
+        self, axes: Mapping[str, MeshAxis], counted: Container[str | None]
+    ) -> dict[str, MeshAxis]:
+        """Set `MeshAxis.num_groups` to the number of counted groups with the same ranks."""
+        counts: Counter[tuple[MeshAxis, tuple[int, ...]]] = Counter()
+        for key, axis in axes.items():
+            counts[axis, self._groups[key][1]] += key in counted
+        return {
+            # FSDP2 itself creates a post-forward group for each unit.
+            key: axis
+            if key in self._wholes
+            else replace(axis, num_groups=max(1, counts[axis, self._groups[key][1]]))
+            for key, axis in axes.items()
+        }
+
+    def members(self, axes: Mapping[str, MeshAxis]) -> dict[str, tuple[tuple[int, ...], int]]:
+        """Return `Collective.group_ranks` and `group_number` of each group in `axes`."""
+        counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        members = {}
+        # torch numbers new groups; a group has the same name on all its ranks.
+        for key in sorted(axes, key=natural_key):
+            axis, (_, ranks) = axes[key], self._groups[key]
+            counts[axis.name, ranks] += 1
+            members[key] = () if is_aligned(axis, ranks) else ranks, counts[axis.name, ranks]
+        return members
 
     def groups_and_axes(self, used_keys: Iterable[str]) -> tuple[dict[str, str], frozenset[str]]:
         """Return the axis name of each of this rank's groups, and the names of all axes."""
@@ -131,13 +162,13 @@ class GroupNames:
         return groups, frozenset(names.difference(shared))
 
 
-def existing_axes() -> Iterator[tuple[str, str]]:
+def find_axes() -> Iterator[tuple[str, str]]:
     """Yield each mesh axis with torch's name for this rank's group on it; empty without a group."""
     world = dist.group.WORLD
     if world is None:
         return
     yield WORLD, world.group_name
-    for mesh in _existing_meshes():
+    for mesh in _find_meshes():
         for dim, name in enumerate(mesh.mesh_dim_names or ()):
             group = ""
             # torch raises RuntimeError if this rank is outside the mesh, and other errors if the
@@ -151,32 +182,40 @@ def axes_of_groups() -> dict[str, tuple[str, bool]]:
     """Return each group's axis name and `is_shape`, keyed by torch's name for the group."""
     names = GroupNames()
     # Sort, because a group keeps its first name, and gc lists meshes in arbitrary order.
-    for mesh in sorted(_existing_meshes(), key=lambda mesh: mesh.mesh_dim_names or ()):
+    for mesh in sorted(_find_meshes(), key=lambda mesh: mesh.mesh_dim_names or ()):
         names.learn_mesh(mesh)
     # The class is private: if torch has moved it, no units are found.
     units = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
-    for unit in _existing(units, "FSDPParamGroup", with_attribute="post_forward_mesh_info"):
-        names.learn_unit(unit)
+    for unit in _find_instances(units, "FSDPParamGroup", with_attribute="post_forward_mesh_info"):
+        names.learn_mesh_of_unit(unit)
     groups, _ = names.groups_and_axes(())
     return {key: (name, names.is_shape(key)) for key, name in groups.items()}
 
 
-def _existing_meshes() -> Iterator[DeviceMesh]:
+def _find_meshes() -> Iterator[DeviceMesh]:
     # Require the attribute, because a mesh that is still being built does not have it yet.
-    return _existing("torch.distributed.device_mesh", "DeviceMesh", with_attribute="mesh_dim_names")
+    return _find_instances(
+        "torch.distributed.device_mesh", "DeviceMesh", with_attribute="mesh_dim_names"
+    )
 
 
-def _existing(module: str, name: str, *, with_attribute: str) -> Iterator[Any]:
+def _find_instances(module: str, name: str, *, with_attribute: str) -> Iterator[Any]:
     """Yield all objects of a class, if its module is loaded."""
     # torch keeps no list of its meshes and units. Searching all objects is slow, so do it only for
     # errors and for tests that hang.
     cls = getattr(sys.modules.get(module), name, None)
     if cls is None:
         return
-    for entry in gc.get_objects():
-        # Not isinstance(): it reads `__class__`, which runs the code of proxies.
-        if issubclass(type(entry), cls) and hasattr(entry, with_attribute):
-            yield entry
+    yield from (entry for entry in list_instances(cls) if hasattr(entry, with_attribute))
+
+
+def list_instances(cls: type) -> list[object]:
+    """List the existing objects of a class and of its direct subclasses; slow."""
+    # Objects refer to their class. Not gc.get_objects(): while another thread builds a tuple from a
+    # generator, nothing else may refer to the tuple, or that thread raises SystemError (bpo-15108).
+    entries = gc.get_referrers(cls, *cls.__subclasses__())
+    # Not isinstance(): it reads `__class__`, which runs the code of proxies.
+    return [entry for entry in entries if issubclass(type(entry), cls)]
 
 
 def process_groups() -> list[dist.ProcessGroup]:
@@ -193,29 +232,29 @@ def process_groups() -> list[dist.ProcessGroup]:
     return [group for group in groups if isinstance(group, dist.ProcessGroup)]
 
 
-def current_world() -> tuple[int, int, str]:
+def rank_size_and_backend() -> tuple[int, int, str]:
     """Return the rank, world size and backend; 0, 1 and "" without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1, ""
     return dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
 
 
-def _name_of(description: str, ranks: Sequence[int]) -> str:
-    if described := _described(description):
+def _name_group(description: str, ranks: Sequence[int]) -> str:
+    if described := _parse_axis_name(description):
         return described
     # Name the group after its shape, so that all groups along one axis of a mesh share a name.
     steps = {after - before for before, after in itertools.pairwise(ranks)}
     return f"size{len(ranks)}.stride{steps.pop()}" if len(steps) == 1 else f"size{len(ranks)}"
 
 
-def _described(description: str) -> str:
+def _parse_axis_name(description: str) -> str:
     """Return the axis name in torch's description of a group; empty if it has none."""
     if description == "default_pg":
         return WORLD
     return "" if description == "undefined" else printable(description.removeprefix("mesh_"))
 
 
-def _distinction(axis: MeshAxis) -> str:
+def _make_suffix(axis: MeshAxis) -> str:
     """Return a suffix for an axis with an ambiguous name; if possible, the same on all ranks."""
     if axis.groups:
         return f"ranks{write_ranks(axis.groups[0])}"

@@ -76,10 +76,10 @@ class Operation:
     peer: str = ""
     """The argument that holds the peer's group rank (a list in a batch); empty without a peer."""
 
-    def tensors_sent(self, bound: Mapping[Any, Any]) -> list[Any]:
+    def tensors_sent(self, bound: Mapping[object, object]) -> list[Any]:
         return tensors_in(bound if self.sent is Place.ALL else bound.get(self.sent))
 
-    def tensors_received(self, bound: Mapping[Any, Any], result: Any) -> list[Any]:
+    def tensors_received(self, bound: Mapping[object, object], result: object) -> list[Any]:
         return tensors_in(result if self.received is Place.RESULT else bound.get(self.received))
 
 
@@ -129,7 +129,7 @@ _FUNCTIONAL: Final = {
 }
 
 
-def look_up(func: Any) -> Operation | None:
+def find_operation(func: Any) -> Operation | None:
     """Return how a ``torch._ops.OpOverload`` communicates; None if it does not."""
     name = func.overloadpacket.__name__
     if func.namespace not in NAMESPACES or name in SILENT:
@@ -156,19 +156,19 @@ class Call:
             arg.name: arg.default_value for arg in arguments if arg.has_default_value()
         }
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Any, Any]:
+    def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[Any, Any]:
         """Return all arguments, keyed by name, with defaults for those that torch left out."""
         return {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
 
 
 @functools.cache
-def call_of(func: Any) -> Call | None:
+def call_of(func: object) -> Call | None:
     """Return the `Call` of an operation; None if it does not communicate."""
-    operation = look_up(func)
+    operation = find_operation(func)
     return None if operation is None else Call(func, operation)
 
 
-def group_of(bound: Mapping[Any, Any]) -> dist.ProcessGroup | None:
+def group_of(bound: Mapping[object, object]) -> dist.ProcessGroup | None:
     """Return the process group among a call's arguments; None if there is none."""
     argument: Any = bound.get("process_group", bound.get("group_name"))
     group: dist.ProcessGroup | None = argument
@@ -188,7 +188,7 @@ def shows_async() -> bool:
     return not {"async_op", "asyncOp"}.isdisjoint(argument.name for argument in arguments)
 
 
-def tensors_in(value: Any) -> list[Any]:
+def tensors_in(value: object) -> list[Any]:
     """Return all tensors in nested lists, tuples and dicts, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
@@ -200,8 +200,11 @@ def tensors_in(value: Any) -> list[Any]:
 
 
 def messages(
-    operation: Operation, group: dist.ProcessGroup | None, bound: Mapping[Any, Any], result: Any
-) -> list[dict[str, Any]]:
+    operation: Operation,
+    group: dist.ProcessGroup | None,
+    bound: Mapping[object, Any],
+    result: object,
+) -> list[dict[str, object]]:
     """Return the `Collective` fields of each message in a call; only a batch has several."""
     if operation.kind == BATCH:
         batched = zip(bound["op_list"], bound[operation.peer], bound["tensors"], strict=True)
@@ -213,7 +216,7 @@ def messages(
         ]
     sent = operation.tensors_sent(bound)
     received = operation.tensors_received(bound, result)
-    root_rank = _rank_in(group, bound[operation.root]) if operation.root else None
+    root_rank = _check_group_rank(group, bound[operation.root]) if operation.root else None
     if operation.kind == "broadcast":
         is_source = group is not None and group.rank() == root_rank
         sent, received = (sent, []) if is_source else ([], received)
@@ -223,7 +226,7 @@ def messages(
             "dtype": joined_dtypes(tensor.dtype for tensor in sent or received),
             "nbytes_sent": _nbytes(sent),
             "nbytes_received": _nbytes(received),
-            "peer": _peer(group, bound[operation.peer]) if operation.peer else None,
+            "peer": _peer_distance(group, bound[operation.peer]) if operation.peer else None,
             "root_rank": root_rank,
             "reduce_op": reduce_op(bound.get("reduce_op", bound.get("red_op"))),
             "is_async": bound.get("async_op", bound.get("asyncOp")),
@@ -231,7 +234,9 @@ def messages(
     ]
 
 
-def parts_sent(operation: Operation, bound: Mapping[Any, Any]) -> tuple[tuple[str, int], ...]:
+def parts_of_reduce_scatter(
+    operation: Operation, bound: Mapping[object, object]
+) -> tuple[tuple[str, int], ...]:
     """Return each tensor's dtype and bytes for a reduce-scatter, else (). See `Pending.parts`."""
     if operation.kind != "reduce_scatter":
         return ()
@@ -239,7 +244,7 @@ def parts_sent(operation: Operation, bound: Mapping[Any, Any]) -> tuple[tuple[st
     return tuple((_dtype_name(tensor.dtype), _nbytes([tensor])) for tensor in tensors)
 
 
-def _rank_in(group: dist.ProcessGroup | None, number: int | None) -> int | None:
+def _check_group_rank(group: dist.ProcessGroup | None, number: int | None) -> int | None:
     # torch's functional sends and broadcasts pass a global rank where a group rank is expected; the
     # global rank may be too large for the group.
     if group is None or number is None or not 0 <= number < group.size():
@@ -247,12 +252,12 @@ def _rank_in(group: dist.ProcessGroup | None, number: int | None) -> int | None:
     return number
 
 
-def _peer(group: dist.ProcessGroup | None, number: int | None) -> int | None:
-    rank = _rank_in(group, number)
+def _peer_distance(group: dist.ProcessGroup | None, number: int | None) -> int | None:
+    rank = _check_group_rank(group, number)
     return None if group is None or rank is None else (rank - group.rank()) % group.size()
 
 
-def reduce_op(argument: Any) -> str | None:
+def reduce_op(argument: object) -> str | None:
     """Return the name of a reduction, such as ``sum``, from a call's argument; None if unknown."""
     if argument is None:
         return None

@@ -2,9 +2,10 @@
 
 # Note [Patches]: We replace functions of torch when the first recording of the process begins, and
 # restore them when the last recording ends. Code that has stored a replacement may still call it
-# after that; the call then finds no running recording (`active.entered`), and records nothing.
-# While torch.compile is tracing, we restore all originals, because it would otherwise recompile
-# after the block. We also make it skip frames of this package, which run around compiled code.
+# after that; the call then finds no running recording (`active.entered_recorders`), and records
+# nothing. While torch.compile is tracing, we restore all originals, because it would otherwise
+# recompile after the block. We also make it skip frames of this package, which run around compiled
+# code.
 # We replace `nn.Module.__call__` because global module hooks would switch torch.compile off and
 # leak after an error. We replace FSDPState's `_pre_forward` and `_post_forward` because methods
 # registered with register_fsdp_forward_method call them, not `__call__`.
@@ -30,12 +31,13 @@ from torch import nn
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.recording import active
-from pytest_fsdp_comm.recording.active import entered
+from pytest_fsdp_comm.recording.active import entered_recorders
+from pytest_fsdp_comm.recording.overlap import current_overlap
 from pytest_fsdp_comm.recording.owners.fsdp import IS_WATCHED, Around, watched_methods
 from pytest_fsdp_comm.recording.owners.stack import engine_code
-from pytest_fsdp_comm.recording.value_dependence import shows_values
+from pytest_fsdp_comm.recording.value_dependence import is_value_read
 
-Attribute = tuple[Any, str, Any]
+Replacement = tuple[object, str, object]
 """A class or module, the name of an attribute, and its replacement."""
 
 _INPUTS: Final = slice(3, 4)
@@ -47,15 +49,15 @@ _patches: list[_Patch] = []
 
 
 class _Patch:
-    def __init__(self, holder: Any, name: str, replacement: Any) -> None:
+    def __init__(self, holder: object, name: str, replacement: object) -> None:
         self._holder, self._name, self._replacement = holder, name, replacement
         self._original = vars(holder).get(name, _INHERITED)
 
-    def put(self) -> None:
+    def apply(self) -> None:
         if vars(self._holder).get(self._name, _INHERITED) is self._original:
             setattr(self._holder, self._name, self._replacement)
 
-    def take(self) -> None:
+    def revert(self) -> None:
         # If a library has since wrapped our replacement, leave its wrapper, which calls ours.
         if vars(self._holder).get(self._name) is self._replacement:
             if self._original is _INHERITED:
@@ -65,37 +67,37 @@ class _Patch:
 
 
 @contextlib.contextmanager
-def patched(*attributes: Attribute) -> Iterator[None]:
+def patch_attributes(*attributes: Replacement) -> Iterator[None]:
     """Replace attributes while the block runs."""
     patches = [_Patch(*attribute) for attribute in attributes]
-    _put(patches)
+    _apply_patches(patches)
     try:
         yield
     finally:
-        _take(patches)
+        _revert_patches(patches)
 
 
-def _put(patches: Iterable[_Patch]) -> None:
+def _apply_patches(patches: Iterable[_Patch]) -> None:
     for patch in patches:
-        patch.put()
+        patch.apply()
 
 
-def _take(patches: Sequence[_Patch]) -> None:
+def _revert_patches(patches: Sequence[_Patch]) -> None:
     for patch in reversed(patches):
-        patch.take()
+        patch.revert()
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[None]:
+def watch_torch() -> Iterator[None]:
     """Patch torch while the block runs, so that recordings see its events. See Note [Patches]."""
     global _num_users  # noqa: PLW0603  # the whole process shares the patches
     with _lock:
         if not _num_users:
-            hide_from_compiler()
-            handler = _compiler_callbacks()
-            _patches[:] = [_Patch(*attribute) for attribute in _attributes()]
-            _register(handler)
-            _put(_patches)
+            hide_package_from_compiler()
+            handler = _compiler_callback_handler()
+            _patches[:] = [_Patch(*attribute) for attribute in _torch_patches()]
+            _register_compiler_callbacks(handler)
+            _apply_patches(_patches)
         _num_users += 1
     try:
         yield
@@ -103,61 +105,77 @@ def watching() -> Iterator[None]:
         with _lock:
             _num_users -= 1
             if not _num_users:
-                _take(_patches)
+                _revert_patches(_patches)
                 _patches.clear()
 
 
 @functools.cache
-def hide_from_compiler() -> None:
+def hide_package_from_compiler() -> None:
     """Make the compiler skip frames of this package, which run around compiled code."""
     upstream.look_up("torch._dynamo.trace_rules", "add")(__package__.split(".")[0])
 
 
-def _compiler_callbacks() -> Any:
+def _compiler_callback_handler() -> object:
     return upstream.look_up("torch._dynamo.callback", "callback_handler")
 
 
-def _register(handler: Any) -> None:
-    if _before_tracing not in handler.start_callbacks:
-        handler.register_start_callback(_before_tracing)
-        handler.register_end_callback(_after_tracing)
+def _register_compiler_callbacks(handler: Any) -> None:
+    if _undo_before_compilation not in handler.start_callbacks:
+        handler.register_start_callback(_undo_before_compilation)
+        handler.register_end_callback(_redo_after_compilation)
 
 
-def _before_tracing(*_: object) -> None:  # torch 2.7 passes nothing
-    _take(_patches)
+def _undo_before_compilation(*_: object) -> None:  # torch 2.7 passes nothing
+    _revert_patches(_patches)
 
 
-def _after_tracing(*_: object) -> None:
-    _put(_patches)
+def _redo_after_compilation(*_: object) -> None:
+    _apply_patches(_patches)
 
 
-def _attributes() -> Iterator[Attribute]:
+def _torch_patches() -> Iterator[Replacement]:
     from torch.distributed.fsdp._fully_shard._fsdp_state import (  # noqa: PLC0415  # loads torch.distributed
         FSDPState,
     )
 
     engine_code()  # cache the code now, before its function is replaced
-    handler = _compiler_callbacks()
+    # Without this method, `param_groups` would find no units.
+    upstream.look_up("torch.distributed.fsdp", "FSDPModule._get_fsdp_state")
+    handler = _compiler_callback_handler()
+    functional: Any = sys.modules.get("torch.distributed.nn.functional")
+    gather = getattr(functional, "_AllGather", None)  # without it, a note is missing
     modes: Any = sys.modules.get("torch.distributed._local_tensor")  # new in torch 2.9
     wrappers: list[tuple[Any, str, Callable[[Any], Any]]] = [
-        (nn.Module, "__call__", _call),
-        (torch.autograd.graph, "_engine_run_backward", _engine),
-        (torch.autograd, "_engine_run_backward", _engine),
-        (FSDPState, "_pre_forward", _pre_forward),
-        (FSDPState, "_post_forward", _post_forward),
+        (nn.Module, "__call__", _wrap_module_call),
+        (torch.autograd.graph, "_engine_run_backward", _wrap_engine),
+        (torch.autograd, "_engine_run_backward", _wrap_engine),
+        (FSDPState, "_pre_forward", _wrap_pre_forward),
+        (FSDPState, "_post_forward", _wrap_post_forward),
         *(
-            (holder, name, functools.partial(_watched, name, around))
+            (holder, name, functools.partial(_wrap_watched_method, name, around))
             for holder, name, around in watched_methods()
         ),
         # Patch the base class, because work.get_future() returns an instance of it.
-        *((torch._C.Future, name, _registering) for name in ("then", "add_done_callback")),
+        *(
+            (torch._C.Future, name, _wrap_callback_registration)
+            for name in ("then", "add_done_callback")
+        ),
         # Executors and timers start their threads through this method too.
-        (threading.Thread, "start", _start),
-        *((torch.Tensor, name, _reading) for name in ("tolist", "numpy", "tensor_split")),
-        (torch, "tensor_split", _reading),
+        (threading.Thread, "start", _wrap_thread_start),
+        *((torch.Tensor, name, _wrap_value_read) for name in ("tolist", "numpy", "tensor_split")),
+        (torch, "tensor_split", _wrap_value_read),
+        *([] if gather is None else [(gather, "backward", _wrap_gather_backward)]),
         # LocalTensorMode emulates collectives above all kernels, so we can only report a gap.
-        *([] if modes is None else [(modes.LocalTensorMode, "__torch_dispatch__", _local_ranks)]),
-        (handler, "clear", _clear),  # otherwise torch._dynamo.reset() drops our callbacks
+        *(
+            []
+            if modes is None
+            else [(modes.LocalTensorMode, "__torch_dispatch__", _wrap_local_tensor_dispatch)]
+        ),
+        (
+            handler,
+            "clear",
+            _wrap_callback_clear,
+        ),  # otherwise torch._dynamo.reset() drops our callbacks
     ]
     for holder, name, wrapper in wrappers:
         original = getattr(holder, name)
@@ -166,18 +184,18 @@ def _attributes() -> Iterator[Attribute]:
         yield holder, name, replacement
 
 
-def _clear(original: Any) -> Any:
+def _wrap_callback_clear(original: Any) -> object:
     def clear() -> None:
         original()
-        _register(_compiler_callbacks())
+        _register_compiler_callbacks(_compiler_callback_handler())
 
     return clear
 
 
-def _call(original: Any) -> Any:
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _wrap_module_call(original: Any) -> object:
+    def call(self: nn.Module, *args: object, **kwargs: Any) -> object:
         __tracebackhide__ = True
-        recorders = entered()
+        recorders = entered_recorders()
         depths = [(recorder, recorder.enter_module(self)) for recorder in recorders]
         try:
             return original(self, *args, **kwargs)
@@ -188,15 +206,19 @@ def _call(original: Any) -> Any:
     return call
 
 
-def _engine(original: Any) -> Any:
-    def engine(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+def _wrap_engine(original: Any) -> object:
+    def engine(outputs: Any, *args: Any, **kwargs: Any) -> object:
         __tracebackhide__ = True
-        recorders = entered()
+        recorders = entered_recorders()
         inputs = (*args[_INPUTS], ())[0]
         adds = kwargs.get("accumulate_grad", True)
         depths = [(each, each.enter_engine(outputs, inputs or (), adds=adds)) for each in recorders]
+        overlap = current_overlap()
         try:
-            return original(outputs, *args, **kwargs)
+            if overlap is None:
+                return original(outputs, *args, **kwargs)
+            with overlap.use_forward_streams(outputs):
+                return original(outputs, *args, **kwargs)
         finally:
             for recorder, depth in depths:
                 recorder.backward.leave(depth)
@@ -206,34 +228,36 @@ def _engine(original: Any) -> Any:
     return engine
 
 
-def _pre_forward(original: Any) -> Any:
-    def pre_forward(state: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _wrap_pre_forward(original: Any) -> object:
+    def pre_forward(state: object, module: nn.Module, *args: object, **kwargs: object) -> object:
         __tracebackhide__ = True
-        for recorder in entered():
+        for recorder in entered_recorders():
             recorder.enter_module(module)
         return original(state, module, *args, **kwargs)
 
     return pre_forward
 
 
-def _post_forward(original: Any) -> Any:
-    def post_forward(state: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _wrap_post_forward(original: Any) -> object:
+    def post_forward(state: object, module: nn.Module, *args: object, **kwargs: Any) -> object:
         __tracebackhide__ = True
         try:
             return original(state, module, *args, **kwargs)
         finally:
-            for recorder in entered():
+            for recorder in entered_recorders():
                 recorder.backward.leave_method(module)
 
     return post_forward
 
 
-def _watched(name: str, around: Around, original: Any) -> Any:
-    def watched(unit: Any, *args: Any, **kwargs: Any) -> Any:
+def _wrap_watched_method(name: str, around: Around, original: Any) -> object:
+    def run_watched(unit: object, *args: object, **kwargs: object) -> object:
         __tracebackhide__ = True
         # Watch a call only once: it gets here twice if a library wrapped an earlier replacement.
         call = name, id(unit)
-        watches = [recorder.units for recorder in entered() if call not in recorder.units.running]
+        watches = [
+            recorder.units for recorder in entered_recorders() if call not in recorder.units.running
+        ]
         if not watches:
             return original(unit, *args, **kwargs)
         arguments = (*args, *kwargs.values())
@@ -254,19 +278,19 @@ def _watched(name: str, around: Around, original: Any) -> Any:
                     watch.acting.pop()
         return result
 
-    return watched
+    return run_watched
 
 
-def _registering(original: Any) -> Any:
-    def register(future: Any, callback: Callable[..., Any]) -> Any:
-        recorders, _ = active.whose_call()
+def _wrap_callback_registration(original: Any) -> object:
+    def register(future: object, callback: Callable[..., object]) -> object:
+        recorders, _ = active.find_recorders_of_call()
         registered = [(recorder, recorder.attribute_callback()) for recorder in recorders]
 
         @functools.wraps(callback)
-        def run(*args: Any) -> Any:
+        def run(*args: object) -> object:
             with contextlib.ExitStack() as resumed:
                 for recorder, attribution in registered:
-                    resumed.enter_context(recorder.resumed(attribution))
+                    resumed.enter_context(recorder.use_attribution(attribution))
                 return callback(*args)
 
         return original(future, run if registered else callback)
@@ -274,32 +298,41 @@ def _registering(original: Any) -> Any:
     return register
 
 
-def _start(original: Any) -> Any:
+def _wrap_thread_start(original: Any) -> object:
     def start(thread: threading.Thread) -> None:
-        active.note_start(thread)
+        active.store_recordings_on_thread(thread)
         original(thread)
 
     return start
 
 
-def _reading(original: Any) -> Any:
+def _wrap_value_read(original: Any) -> object:
     """Wrap a method that reads tensor values without calling an operation that has our kernel."""
     name = original.__name__
 
-    def read(*args: Any, **kwargs: Any) -> Any:
+    def read(*args: object, **kwargs: object) -> object:
         __tracebackhide__ = True
-        recorders = entered()
+        recorders = entered_recorders()
         if recorders and not torch.compiler.is_compiling():
-            for recorder in recorders if shows_values(name, args, kwargs) else ():
+            for recorder in recorders if is_value_read(name, args, kwargs) else ():
                 recorder.note_read_by_method(name)
         return original(*args, **kwargs)
 
     return read
 
 
-def _local_ranks(original: Any) -> Any:
-    def dispatch(*args: Any, **kwargs: Any) -> Any:
-        for recorder in entered():
+def _wrap_gather_backward(original: Any) -> object:
+    def backward(*args: object) -> object:
+        for recorder in entered_recorders():
+            recorder.note_gather_backward()
+        return original(*args)
+
+    return backward
+
+
+def _wrap_local_tensor_dispatch(original: Any) -> object:
+    def dispatch(*args: object, **kwargs: object) -> object:
+        for recorder in entered_recorders():
             recorder.note_unseen(
                 "ranks of LocalTensorMode communicated above torch's dispatcher; run the block "
                 "without this mode, for example with @pytest.mark.distributed"

@@ -8,8 +8,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -19,7 +19,9 @@ from torch import nn
 
 from pytest_fsdp_comm.comm.events import (
     REDUCING,
+    Beside,
     Collective,
+    HostWait,
     Phase,
     Redistribution,
     Reshard,
@@ -28,11 +30,16 @@ from pytest_fsdp_comm.comm.events import (
 )
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.recording.operations import joined_dtypes
+from pytest_fsdp_comm.recording.overlap import Overlap
 from pytest_fsdp_comm.recording.owners.attribution import Attribution
 from pytest_fsdp_comm.recording.owners.fsdp import registered_parameters, unit_parameters
-from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, Modules, replicated_over
+from pytest_fsdp_comm.recording.owners.module_names import (
+    ModuleNames,
+    Modules,
+    find_replicating_group,
+)
 
-Event = TypeVar("Event", bound=Collective | Reshard | Redistribution)
+Event = TypeVar("Event", bound=Collective | Reshard | Redistribution | HostWait)
 
 _REDUCES: Final = frozenset({Phase.BACKWARD, Phase.OUTSIDE})
 """The phases in which a reduction may belong to one of several backward passes."""
@@ -55,12 +62,19 @@ class Pending(Generic[Event]):
     """The key of a collective's group in `GroupNames`; None if its arguments name no group."""
     parts: tuple[tuple[str, int], ...] = ()
     """Each tensor's dtype and bytes in a reduce-scatter, because gloo sends them one by one."""
+    place: Any = None
+    """A collective's place for `Overlap.beside`; None if its overlap is unknown."""
 
-    def named(self, names: OwnerNames, axes: Mapping[str, MeshAxis]) -> Event:
-        """Return the finished event, with names; `axes` maps group keys to axes."""
+    def finish(
+        self,
+        names: OwnerNames,
+        axes: Mapping[str, MeshAxis],
+        members: Mapping[str, tuple[tuple[int, ...], int]],
+    ) -> Event:
+        """Return the finished event, with names; the mappings are those of `GroupNames`."""
         call, record = self.attribution, self.record
         values = {**self.fields, "index": self.index, "phase": call.phase}
-        values["issued_in"] = names.issued_in(call)
+        values["issued_in"] = names.find_issuer(call)
         values["module" if record is Reshard else "owner"] = names.owner(call)
         kind = values.get("kind", "")
         # Among collectives, only all-gathers have a prefetch distance. An FSDP extension such as
@@ -71,13 +85,25 @@ class Pending(Generic[Event]):
         if record is Collective:
             if gather and gather.dtypes and values["dtype"] == "uint8":
                 values["dtype"] = joined_dtypes(chain(*gather.dtypes))
-            values["source"], values["role"] = call.source, _role(kind, values["dtype"], call)
-            axis = None if self.group is None else axes[self.group]
+            values["source"], values["role"] = (
+                call.source,
+                _decide_role(kind, values["dtype"], call),
+            )
+            axis = None
+            if self.group is not None:
+                axis = axes[self.group]
+                values["group_ranks"], values["group_number"] = members[self.group]
             values["axis"] = "" if axis is None else axis.name
             after = values.pop("after_backwards")
             if values["role"] is Role.GRADIENTS and call.phase in _REDUCES and kind in REDUCING:
-                values["backward"], values["num_backwards"] = names.place_of_backward(call, after)
+                values["backward"], values["num_backwards"] = names.backward_number_and_count(
+                    call, after
+                )
+                values["parameters"] = names.parameters(call.reduced)
             values["group_size"] = 0 if axis is None else axis.size
+            if self.place is not None:
+                values["beside"] = names.beside(self.place)
+                values["exposed"] = not values["beside"]
         return record(**values)
 
 
@@ -85,35 +111,55 @@ class OwnerNames:
     """Look up the FQNs of the modules in attributions. See Note [Names come last]."""
 
     def __init__(
-        self, roots: Sequence[nn.Module], backwards: Sequence[Collection[int]], *, are_parts: bool
+        self,
+        roots: Sequence[nn.Module],
+        backwards: Sequence[Collection[int]],
+        overlap: Overlap | None,
+        *,
+        are_parts: bool,
     ) -> None:
         self.modules = ModuleNames(roots, are_parts=are_parts)
         self._roots = roots
         self._backwards = backwards
+        self._overlap = overlap
         self._passes: dict[tuple[Source, tuple[int, ...]], list[int]] = {}
 
     def owner(self, attribution: Attribution) -> str | None:
         """Return the owner's FQN; None if there is no owner, or it is outside all roots."""
         label = attribution.label
         if label is not None:
-            registering = self._registering.get(id(label.parameter), {})
-            return self.modules.joined(tuple(registering.values()))
+            registering = self._modules_by_parameter_id.get(id(label.parameter), {})
+            return self.modules.join_fqns(tuple(registering.values()))
         if attribution.source is Source.DDP:
-            return self.modules.joined(self._replica_around(attribution.issued_in))
-        return self.modules.joined(attribution.owner)
+            return self.modules.join_fqns(self._find_ddp_replica(attribution.issued_in))
+        return self.modules.join_fqns(attribution.owner)
 
-    def issued_in(self, attribution: Attribution) -> str | None:
+    def parameters(self, registered: Iterable[tuple[nn.Module, str]]) -> tuple[str, ...]:
+        """Return the FQNs of parameters; each is given as its module and its name there."""
+        paths = [(self.modules.fqn(module), name) for module, name in registered]
+        return tuple(f"{fqn}.{name}" if fqn else name for fqn, name in paths)
+
+    def beside(self, place: object) -> tuple[Beside, ...]:
+        """Return the modules whose operations can hide a collective, in order of appearance."""
+        flops: Counter[str | None] = Counter()
+        for module, amount in () if self._overlap is None else self._overlap.beside(place):
+            flops[None if module is None else self.modules.fqn(module)] += amount
+        return tuple(Beside(module=fqn, flops=amount) for fqn, amount in flops.items())
+
+    def find_issuer(self, attribution: Attribution) -> str | None:
         """Return the running module's FQN; None if no module was running, or it has no FQN."""
         running = attribution.issued_in
         return self.modules.fqn(running[0]) if running else None
 
-    def _replica_around(self, running: Modules) -> Modules:
+    def _find_ddp_replica(self, running: Modules) -> Modules:
         """Return the DDP replica that contains `running`, or else the first replica or root."""
-        replicas = self._replica_of
+        replicas = self._replica_by_module_id
         around = [replicas[id(module)] for module in running if id(module) in replicas]
         return tuple((around or [*replicas.values()] or self._roots)[:1])
 
-    def place_of_backward(self, call: Attribution, after: int) -> tuple[int | None, int | None]:
+    def backward_number_and_count(
+        self, call: Attribution, after: int
+    ) -> tuple[int | None, int | None]:
         """Return which backward pass a reduction follows, and how many passes there are."""
         # Count only passes that add to the reduced gradients, and return (None, None) unless there
         # are several. `after` is the number of all passes that began before the reduction.
@@ -121,9 +167,11 @@ class OwnerNames:
             return None, None
         source, modules = call.source, call.owner
         if call.label is not None:
-            modules = tuple(self._registering.get(id(call.label.parameter), {}).values())
+            modules = tuple(
+                self._modules_by_parameter_id.get(id(call.label.parameter), {}).values()
+            )
         elif source is Source.DDP:
-            modules = self._replica_around(call.issued_in)
+            modules = self._find_ddp_replica(call.issued_in)
         ids = tuple(map(id, modules))
         if (source, ids) not in self._passes:
             leaves = {id(parameter) for module in modules for parameter in module.parameters()}
@@ -133,7 +181,7 @@ class OwnerNames:
                 # If the modules are unknown, use the parameters of all modules.
                 leaves = {
                     parameter
-                    for parameter, by in self._registering.items()
+                    for parameter, by in self._modules_by_parameter_id.items()
                     if not ids or by.keys() & ids
                 }
             self._passes[source, ids] = [
@@ -153,21 +201,21 @@ class OwnerNames:
         return leaves
 
     @cached_property
-    def _replica_of(self) -> dict[int, nn.Module]:
+    def _replica_by_module_id(self) -> dict[int, nn.Module]:
         modules = (module for root in self._roots for module in root.modules())
-        replicas = (module for module in modules if replicated_over(module) is not None)
+        replicas = (module for module in modules if find_replicating_group(module) is not None)
         # Parents come first, so an inner replica overrides an outer one.
         return {id(child): replica for replica in replicas for child in replica.modules()}
 
     @cached_property
-    def _registering(self) -> dict[int, dict[int, nn.Module]]:
+    def _modules_by_parameter_id(self) -> dict[int, dict[int, nn.Module]]:
         registering: dict[int, dict[int, nn.Module]] = {}
         for parameter, module in registered_parameters(self._roots):
             registering.setdefault(id(parameter), {})[id(module)] = module
         return registering
 
 
-def _role(kind: str, dtype: str, attribution: Attribution) -> Role | None:
+def _decide_role(kind: str, dtype: str, attribution: Attribution) -> Role | None:
     if attribution.label is not None:
         return attribution.label.role
     if attribution.source is Source.FSDP:

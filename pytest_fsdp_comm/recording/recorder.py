@@ -21,6 +21,7 @@ from pytest_fsdp_comm.comm.events import (
     Answer,
     Collective,
     Gap,
+    HostWait,
     Phase,
     Recording,
     Redistribution,
@@ -31,30 +32,35 @@ from pytest_fsdp_comm.comm.mesh import merge_axes
 from pytest_fsdp_comm.comm.questions import Names
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.recording import kernels, patches
-from pytest_fsdp_comm.recording.active import entered, under_way
-from pytest_fsdp_comm.recording.comm_debug import ModuleTracer, RecordedBlock, untraced
+from pytest_fsdp_comm.recording.active import activate, entered_recorders
+from pytest_fsdp_comm.recording.comm_debug import (
+    ModuleTracer,
+    RecordedBlock,
+    make_trace_without_operations,
+)
 from pytest_fsdp_comm.recording.dtensors import RedistributionWatch
 from pytest_fsdp_comm.recording.flight_recorder import Witness
 from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.recording.kernels import WatchingMode
-from pytest_fsdp_comm.recording.mesh_axes import GroupNames, current_world, process_groups
+from pytest_fsdp_comm.recording.mesh_axes import GroupNames, process_groups, rank_size_and_backend
 from pytest_fsdp_comm.recording.operations import (
     BATCH,
     TIMING_CATEGORIES,
     Call,
     group_of,
     messages,
-    parts_sent,
+    parts_of_reduce_scatter,
     shows_async,
     timing_categories,
 )
+from pytest_fsdp_comm.recording.overlap import Overlap, follow_overlap, places_of_last_collective
 from pytest_fsdp_comm.recording.owners.attribution import (
     Attribution,
     BackwardMap,
     attribute,
     attribute_on_thread,
-    attribute_unit,
-    leaves_of,
+    attribute_to_unit,
+    find_leaf_ids,
 )
 from pytest_fsdp_comm.recording.owners.fsdp import (
     ReshardAction,
@@ -65,21 +71,24 @@ from pytest_fsdp_comm.recording.owners.fsdp import (
 )
 from pytest_fsdp_comm.recording.owners.module_names import Modules
 from pytest_fsdp_comm.recording.owners.stack import StackScan, scan_stack
-from pytest_fsdp_comm.recording.owners.tensors import TensorOwners, redistributed
+from pytest_fsdp_comm.recording.owners.tensors import TensorOwners, find_redistributed_dtensor
 from pytest_fsdp_comm.recording.pending import Event, OwnerNames, Pending
+from pytest_fsdp_comm.recording.private import READER
 from pytest_fsdp_comm.recording.value_dependence import (
+    SKIPPED,
     ValueReads,
     answers_of_process,
-    caller_reports_reads,
+    is_suppressing_read_reports,
 )
 from pytest_fsdp_comm.text.fqn import escape
-from pytest_fsdp_comm.text.words import counted
+from pytest_fsdp_comm.text.words import show_count
+from pytest_fsdp_comm.upstream import private_names
 
 _numbers = itertools.count()
 
 
 class Recorder:
-    """One recording. Enter `watching`, run the code, leave `watching`, and call `finish`."""
+    """One recording. Enter `watch`, run the code, leave `watch`, and call `finish`."""
 
     def __init__(
         self,
@@ -92,7 +101,7 @@ class Recorder:
         """Prepare a recording; without `models`, FQNs are relative to the outermost modules."""
         # `backward` also maps autograd nodes of earlier blocks to modules below `earlier_roots`.
         # Read rank and world size now, because the block may destroy the process group.
-        self._rank, self._world_size, self._backend = current_world()
+        self._rank, self._world_size, self._backend = rank_size_and_backend()
         self._roots: list[nn.Module] = list(models)
         self._earlier_roots = earlier_roots
         self._has_models = bool(models)
@@ -111,11 +120,12 @@ class Recorder:
         self._notes: list[str] = []
         self._witness = Witness()
         self.tensors = TensorOwners(self._roots)
-        self.reads = ValueReads(self._where) if self._backend == "fake" else None
+        self.reads = ValueReads(self._find_phase_and_call_site) if self._backend == "fake" else None
         self.answers: dict[Answer, None] = {}
         # For each backward pass: the ids of the tensors whose `.grad` it accumulates into.
         self._backwards: list[set[int]] = []
         self._is_recording = False
+        self._overlap: Overlap | None = None
         self.number = next(_numbers)
         # Gaps for unrecorded communication, except those that torch's flight recorder reveals.
         self._unseen: dict[Gap, None] = {}
@@ -125,11 +135,11 @@ class Recorder:
         self._lock = threading.Lock()  # several threads may record at once
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        self._note_entry_state()
+    def watch(self) -> Iterator[None]:
+        self._check_models_at_entry()
         self.backward.begin(self._roots)
-        self._note_running(self.backward.modules)
-        problem = kernels.register_collectives()
+        self._drop_from_idle(self.backward.modules)
+        problem = kernels.register_collective_kernels()
         if problem:
             also = "or listed only by torch's flight recorder"
             if self.reads is not None:
@@ -138,14 +148,14 @@ class Recorder:
                 f"{problem}, so a dispatch mode records only this thread; collectives of other "
                 f"threads are missing, {also}"
             )
-        elif self.reads is not None and not caller_reports_reads():
-            kernels.register_value_reads()
+        elif self.reads is not None and not is_suppressing_read_reports():
+            kernels.register_value_read_kernels()
         with contextlib.ExitStack() as block:
-            block.enter_context(patches.watching())
-            block.enter_context(under_way(self))
+            block.enter_context(patches.watch_torch())
+            self._overlap = block.enter_context(follow_overlap())
+            block.enter_context(activate(self))
             if problem or self._tracer is not None:
-                calls = kernels.communicating().values() if problem else ()
-                block.enter_context(WatchingMode(self._tracer, calls))
+                block.enter_context(WatchingMode(self._tracer, records=bool(problem)))
             self._is_recording = True
             try:
                 yield
@@ -156,59 +166,65 @@ class Recorder:
                 if not problem:
                     self._unseen.update(dict.fromkeys(kernels.gaps()))
                 self._note_unseen_groups()
-                self._witness.end(self._all(Collective))
+                self._witness.end(self._list_pending(Collective))
                 self._note_lost_owners()
 
     def finish(self) -> RecordedBlock:
         """Return the recorded block, and drop every reference to modules and process groups."""
-        block = self._named()
+        block = self._build_block()
         self._pending.clear()
         self.units.forget()
         self.tensors.forget()
         self.backward.end()
         self._roots.clear()
         self.idle.clear()
-        self._tracer = None
+        self._tracer = self._overlap = None
         return block
 
-    def so_far(self) -> RecordedBlock:
+    def build_block_so_far(self) -> RecordedBlock:
         """Return the block as recorded so far, without ending the recording."""
         roots, lacks_root = [*self._roots], self.lacks_root
-        with self._groups.unchanged():
-            block = self._named()
+        with self._groups.restore_on_exit():
+            block = self._build_block()
         self._roots[:], self.lacks_root = roots, lacks_root
         return block
 
     def owners_so_far(self) -> dict[tuple[str, int], str]:
         """Return each collective's owner, keyed by group and sequence number; thread-safe."""
-        names = OwnerNames([*self._roots], (), are_parts=self._has_models)
-        recorded = sorted(self._all(Collective), key=attrgetter("index"))
-        numbered = self._witness.numbered(recorded)
+        names = OwnerNames([*self._roots], (), None, are_parts=self._has_models)
+        recorded = sorted(self._list_pending(Collective), key=attrgetter("index"))
+        numbered = self._witness.key_calls_by_sequence_number(recorded)
         return {at: names.owner(call.attribution) or "" for at, call in numbered.items()}
 
-    def _all(self, record: type[Event]) -> list[Pending[Event]]:
+    def _list_pending(self, record: type[Event]) -> list[Pending[Event]]:
         return [entry for entry in [*self._pending] if entry.record is record]
 
-    def _named(self) -> RecordedBlock:
+    @private_names(READER)
+    def _build_block(self) -> RecordedBlock:
         if not self._backend:  # the block may have created the process group
-            self._rank, self._world_size, self._backend = current_world()
+            self._rank, self._world_size, self._backend = rank_size_and_backend()
         if not self._has_models:
-            self._learn_roots()
-        names = OwnerNames(self._roots, self._backwards, are_parts=self._has_models)
+            self._add_roots_without_forward()
+        names = OwnerNames(self._roots, self._backwards, self._overlap, are_parts=self._has_models)
         units = [unit for _, unit in param_groups(names.modules.modules)]
-        self._groups.learn_parameters(names.modules.modules)
+        self._groups.learn_meshes_of_parameters(names.modules.modules)
         if self._is_recording:  # otherwise `_note_lost_owners` has already called `settle`
             self.tensors.settle()
         # Sort by index: events are appended when their calls return, so nested events come first.
         pending = sorted(self._pending, key=attrgetter("index"))
-        axes = self._groups.axes(entry.group for entry in pending if entry.group is not None)
+        sent = [entry for entry in pending if entry.group is not None]
+        # Equal meshes share DTensor's caches, so DTensors may use groups of an earlier test's mesh.
+        counted = {e.group for e in sent if e.attribution.source is not Source.DTENSOR}
+        axes = self._groups.axes((entry.group for entry in sent if entry.group), counted)
+        members = self._groups.members(axes)
 
-        def named(record: type[Event]) -> tuple[Event, ...]:
-            return tuple(entry.named(names, axes) for entry in pending if entry.record is record)
+        def finish_events(record: type[Event]) -> tuple[Event, ...]:
+            entries = [entry for entry in pending if entry.record is record]
+            return tuple([entry.finish(names, axes, members) for entry in entries])
 
-        collectives = named(Collective)
+        collectives = finish_events(Collective)
         answers = tuple(sorted({*answers_of_process, *self.answers}))
-        gaps, notes = self._gaps(axes)
+        gaps, notes = self._collect_gaps_and_notes(axes)
         recording = Recording(
             rank=self._rank,
             world_size=self._world_size,
@@ -216,16 +232,21 @@ class Recorder:
             torch_version=str(torch.__version__),
             mesh_axes=merge_axes(axes.values()),
             shows_async=shows_async(),
+            shows_overlap=self._overlap is not None,
             collectives=collectives,
-            reshards=named(Reshard),
-            redistributions=named(Redistribution),
+            reshards=finish_events(Reshard),
+            redistributions=finish_events(Redistribution),
+            host_waits=finish_events(HostWait),
             timings=tuple(self._seconds.items()),
             notes=(
-                *self._notes,
+                *dict.fromkeys(self._notes),
                 *notes,
                 *(gap.text for gap in gaps),
                 *(
-                    f"{answer.call_site} received the assumed value {answer.value} ({answer.how})"
+                    f"{answer.call_site} skipped {answer.how}, and what it would have sent"
+                    if answer.value == SKIPPED
+                    else f"{answer.call_site} received the assumed value {answer.value} "
+                    f"({answer.how})"
                     for answer in answers
                 ),
             ),
@@ -235,22 +256,29 @@ class Recorder:
         )
         return RecordedBlock(
             recording=recording,
-            names=self._names_to_query(names, units, collectives, axes),
+            names=self._collect_names_to_query(names, units, collectives, axes),
             roots=tuple(map(weakref.ref, self._roots)),
-            trace=(untraced if self._tracer is None else self._tracer.result)(
+            trace=(make_trace_without_operations if self._tracer is None else self._tracer.result)(
                 self._roots, names.modules
             ),
         )
 
-    def _gaps(self, used_groups: Iterable[str]) -> tuple[tuple[Gap, ...], Sequence[str]]:
+    def _collect_gaps_and_notes(
+        self, used_groups: Iterable[str]
+    ) -> tuple[tuple[Gap, ...], Sequence[str]]:
         """Return the gaps and notes; both are empty while recording. Call it after naming axes."""
         if self._is_recording:
             return (), ()
         unseen = self._witness.gaps(lambda: self._groups.groups_and_axes(used_groups)[0])
         of_values = () if self.reads is None else self.reads.gaps
-        return (*unseen, *self._unseen, *of_values, *self._idle_gaps()), self._witness.notes
+        return (
+            *unseen,
+            *self._unseen,
+            *of_values,
+            *self._make_idle_model_gaps(),
+        ), self._witness.notes
 
-    def _idle_gaps(self) -> Iterator[Gap]:
+    def _make_idle_model_gaps(self) -> Iterator[Gap]:
         """Yield a gap for each model that did not run while another model communicated."""
         # Clipping, optimizer steps and checkpoints involve no module, so they cause no gap.
         if not self.idle:
@@ -258,7 +286,7 @@ class Recorder:
         module_ids = {id(module) for root in self._roots for module in root.modules()}
         foreign = [
             call.acting
-            for call in (entry.attribution for entry in self._all(Collective))
+            for call in (entry.attribution for entry in self._list_pending(Collective))
             if (call.acting or call.adds_gradient) and module_ids.isdisjoint(map(id, call.acting))
         ]
         if not foreign:
@@ -270,19 +298,19 @@ class Recorder:
             yield Gap(
                 kind="idle_model",
                 text=f"no module of the {printable(type(model).__name__)} passed to comm_mode ran, "
-                f"but another model{example} issued {counted(len(foreign), 'collective')}",
+                f"but another model{example} issued {show_count(len(foreign), 'collective')}",
             )
 
-    def _note_running(self, modules: Sequence[nn.Module]) -> None:
+    def _drop_from_idle(self, modules: Sequence[nn.Module]) -> None:
         ran = set(map(id, modules))
         if ran:
             # This is fast: usually the model itself runs first, and `isdisjoint` stops at it.
             self.idle = [model for model in self.idle if ran.isdisjoint(map(id, model.modules()))]
 
-    def _learn_roots(self) -> None:
+    def _add_roots_without_forward(self) -> None:
         """Add the roots of modules that communicated without running forward in the block."""
         below_roots = {id(module) for root in self._roots for module in root.modules()}
-        acts: list[Pending[Any]] = [*self._all(Collective), *self._all(Reshard)]
+        acts: list[Pending[Any]] = [*self._list_pending(Collective), *self._list_pending(Reshard)]
         for entry in sorted(acts, key=attrgetter("index")):
             for module in entry.attribution.acting:
                 root = None if id(module) in below_roots else self._root_above(module)
@@ -296,7 +324,7 @@ class Recorder:
                 return root
         return fsdp_root(module)
 
-    def _names_to_query(
+    def _collect_names_to_query(
         self,
         names: OwnerNames,
         units: Sequence[Any],
@@ -306,9 +334,9 @@ class Recorder:
         """Return the names that `counts` and `nbytes` accept. Call this after naming the axes."""
         if dist.is_initialized():  # the block may have destroyed the process group
             for unit in units:
-                self._groups.learn_unit(unit)
+                self._groups.learn_mesh_of_unit(unit)
         groups, axes = self._groups.groups_and_axes(used_groups)
-        owners = {names.modules.joined(tuple(unit.modules)) for unit in units}
+        owners = {names.modules.join_fqns(tuple(unit.modules)) for unit in units}
         owners |= {event.owner for event in recorded}
         return Names(
             modules=names.modules.by_path,
@@ -327,33 +355,43 @@ class Recorder:
         """Record that a module starts to run; return the depth to pass to `backward.leave`."""
         depth = self.backward.enter(module)
         if self.idle or self.lacks_root:
-            self._note_acting((module,), self.backward.outermost)
+            self._update_idle_and_roots((module,), self.backward.outermost)
         return depth
 
-    def enter_engine(self, outputs: Iterable[Any], inputs: Collection[Any], *, adds: bool) -> int:
+    def enter_engine(
+        self, outputs: Iterable[object], inputs: Collection[object], *, adds: bool
+    ) -> int:
         """Record that a backward starts, and whether it `adds` to `.grad`; return the depth."""
         if adds:
             # A nested backward, as in a reentrant checkpoint, is part of the outer backward.
             if not (self._backwards and self.backward.is_in_engine):
                 self._backwards.append(set())
-            self._backwards[-1] |= leaves_of(outputs, inputs)
+            self._backwards[-1] |= find_leaf_ids(outputs, inputs)
         return self.backward.enter(None)
 
     # `kernels` and `patches` call the following methods, on any thread.
 
     def run_collective(
-        self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
+        self,
+        call: Call,
+        args: Sequence[object],
+        kwargs: dict[str, object],
+        run: Callable[[], object],
     ) -> Any:
         __tracebackhide__ = True
         operation = call.operation
         bound = call.bind(args, kwargs)
-        unit = self._attribute_unit() if call.may_be_units and not kwargs else None
+        unit = self._attribute_to_unit() if call.may_be_units and not kwargs else None
         scan = StackScan() if unit is not None else scan_stack()
-        dtensor = redistributed(scan.redistribution)
-        attribution = unit or self._attribute(scan, call.namespace)
+        dtensor = find_redistributed_dtensor(scan.redistribution)
+        attribution = unit or self._attribute_from_stack(scan, call.namespace)
         if unit is None:
-            attribution.carried = self.tensors.carried(scan, operation, bound, attribution, dtensor)
+            attribution.carried = self.tensors.find_carried_parameter(
+                scan, operation, bound, attribution, dtensor
+            )
         call_site = find_call_site() if unit is not None else scan.call_site
+        is_callback = getattr(self._here, "attribution", None) is not None
+        is_unordered = is_callback or self not in entered_recorders()
         batch = len(bound["op_list"]) - 1 if operation.kind == BATCH else 0
         indices = [next(self._indices) for _ in range(1 + batch)]
         started = time.perf_counter()
@@ -363,24 +401,35 @@ class Recorder:
             seconds = time.perf_counter() - started
             for category in timing_categories(operation.kind, attribution.source):
                 self._seconds[category] += seconds
+        places = places_of_last_collective(len(indices))
         group = group_of(bound)
         key = None if group is None else self._groups.note(group)
         if attribution.carried is not None and attribution.carried.label is None:
             self.tensors.follow(operation, attribution, operation.tensors_received(bound, result))
-        if self.reads is not None and not caller_reports_reads() and operation.kind == "all_to_all":
+        if (
+            self.reads is not None
+            and not is_suppressing_read_reports()
+            and operation.kind == "all_to_all"
+        ):
             self.reads.note_splits(bound, call_site)
-        parts = parts_sent(operation, bound)
-        common = {"op": call.op, "call_site": call_site, "after_backwards": len(self._backwards)}
+        parts = parts_of_reduce_scatter(operation, bound)
+        common = {
+            "op": call.op,
+            "call_site": call_site,
+            "after_backwards": len(self._backwards),
+            "is_unordered": is_unordered,
+        }
         sent = messages(operation, group, bound, result)
-        for index, message in zip(indices, sent, strict=True):
-            self._append(Pending(Collective, index, attribution, {**common, **message}, key, parts))
+        for index, message, place in zip(indices, sent, places, strict=True):
+            fields = {**common, **message}
+            self._append(Pending(Collective, index, attribution, fields, key, parts, place))
         if scan.redistributing is None:
             self._redistribution_watch.last = None
             return result
-        fields = self._redistribution_watch.note_collective(scan.redistributing)
-        if fields is not None:
-            fields |= {"is_explicit": dtensor is not None, "call_site": call_site}
-            self._append(Pending(Redistribution, next(self._indices), attribution, fields))
+        move = self._redistribution_watch.describe_new_redistribution(scan.redistributing)
+        if move is not None:
+            move |= {"is_explicit": dtensor is not None, "call_site": call_site}
+            self._append(Pending(Redistribution, next(self._indices), attribution, move))
         return result
 
     def _append(self, entry: Pending[Any]) -> None:
@@ -390,14 +439,37 @@ class Recorder:
                 if entry.group is not None:
                     self._witness.follow()
 
-    def note_read(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if self.reads is not None and not caller_reports_reads():
+    def note_read(self, func: object, args: Sequence[object], kwargs: dict[str, object]) -> None:
+        if self.reads is not None and not is_suppressing_read_reports():
             self.reads.note_operation(func, args, kwargs)
 
     def note_read_by_method(self, name: str) -> None:
         """Record that a method is about to read tensor values in a way that no kernel sees."""
-        if self.reads is not None and not caller_reports_reads():
+        if self.reads is not None and not is_suppressing_read_reports():
             self.reads.note(name)
+
+    def note_gather_backward(self) -> None:
+        """Note a call that depends on the backend, unless a simulation chooses what NCCL sends."""
+        if not is_suppressing_read_reports() and rank_size_and_backend()[2] == "fake":
+            self._notes.append(
+                f"{find_call_site()} runs the backward of torch.distributed.nn.functional."
+                "all_gather, which sends all_to_all on the fake backend, but reduce_scatter on NCCL"
+            )
+
+    def note_host_wait(self, way: str) -> None:
+        """Record that the host waits for the GPU."""
+        scan = scan_stack()
+        attribution = self._attribute_to_unit() or self._attribute_from_stack(scan)
+        fields = {"way": way, "call_site": scan.call_site}
+        self._append(Pending(HostWait, next(self._indices), attribution, fields))
+
+    def running_module(self) -> nn.Module | None:
+        """Return the module whose forward or backward runs on this thread, if it is known."""
+        innermost = self.backward.innermost
+        if innermost is not None or not self.backward.is_in_engine:
+            return innermost
+        maker, _ = self.backward.maker_of_current_node()
+        return maker if isinstance(maker, nn.Module) else None
 
     def note_outliving_thread(self, call: Call) -> None:
         name = printable(threading.current_thread().name)
@@ -413,7 +485,7 @@ class Recorder:
     def _note_reshard(
         self, action: ReshardAction, modules: tuple[nn.Module, ...], nbytes: int, seconds: float
     ) -> None:
-        attribution = self._attribute_unit() or self._attribute(scan_stack())
+        attribution = self._attribute_to_unit() or self._attribute_from_stack(scan_stack())
         if action == "reshard":
             self._seconds["resharding"] += seconds
             self._seconds["all"] += seconds
@@ -423,7 +495,7 @@ class Recorder:
         self._pending.append(Pending(Reshard, next(self._indices), attribution, fields))
 
     @contextlib.contextmanager
-    def resumed(self, attribution: Attribution) -> Iterator[None]:
+    def use_attribution(self, attribution: Attribution) -> Iterator[None]:
         """While the block runs a callback, attribute its events to the code that registered it."""
         previous = getattr(self._here, "attribution", None)
         self._here.attribution = attribution
@@ -435,33 +507,33 @@ class Recorder:
             self._num_resumed -= 1
 
     def attribute_callback(self) -> Attribution:
-        return self._attribute(scan_stack())
+        return self._attribute_from_stack(scan_stack())
 
-    def _where(self) -> tuple[Phase, str]:
+    def _find_phase_and_call_site(self) -> tuple[Phase, str]:
         scan = scan_stack()
-        return self._attribute(scan).phase, scan.call_site
+        return self._attribute_from_stack(scan).phase, scan.call_site
 
-    def _attribute_unit(self) -> Attribution | None:
+    def _attribute_to_unit(self) -> Attribution | None:
         if self._num_resumed:
             return None
-        attribution = attribute_unit(self.units, self.backward)
+        attribution = attribute_to_unit(self.units, self.backward)
         if attribution is not None and (self.idle or not self._has_models):
-            self._note_acting(attribution.acting, self.backward.outermost)
+            self._update_idle_and_roots(attribution.acting, self.backward.outermost)
         return attribution
 
-    def _attribute(self, scan: StackScan, namespace: str = "") -> Attribution:
+    def _attribute_from_stack(self, scan: StackScan, namespace: str = "") -> Attribution:
         inherited: Attribution | None = getattr(self._here, "attribution", None)
         if inherited is not None:
             return replace(inherited)
-        if self not in entered():
+        if self not in entered_recorders():
             return attribute_on_thread(scan, namespace)
         attribution = attribute(scan, self.units, self.backward, namespace)
-        self._note_acting(attribution.acting, scan.outermost)
+        self._update_idle_and_roots(attribution.acting, scan.outermost)
         return attribution
 
-    def _note_acting(self, modules: Modules, outermost: nn.Module | None) -> None:
+    def _update_idle_and_roots(self, modules: Modules, outermost: nn.Module | None) -> None:
         if self.idle:
-            self._note_running(modules)
+            self._drop_from_idle(modules)
         if not self._has_models and outermost is not None:
             self._add_root(outermost)
 
@@ -485,7 +557,7 @@ class Recorder:
                     "Python, whose methods bypass the torch operations that comm_mode records"
                 )
 
-    def _note_entry_state(self) -> None:
+    def _check_models_at_entry(self) -> None:
         self._note_unseen_groups()
         unsharded = []
         for root in self._roots:
@@ -502,7 +574,7 @@ class Recorder:
                 f"recording began: {', '.join(unsharded)}"
             )
 
-    def _note_replaced_methods(self, groups: Iterable[Any]) -> None:
+    def _note_replaced_methods(self, groups: Iterable[object]) -> None:
         names = sorted(replaced_methods(groups))
         if names:
             self.note_unseen(
@@ -513,10 +585,10 @@ class Recorder:
 
     def _note_lost_owners(self) -> None:
         self.tensors.settle()
-        calls = [entry.attribution for entry in self._all(Collective)]
+        calls = [entry.attribution for entry in self._list_pending(Collective)]
         count = sum(call.lacks_forward and call.label is None for call in calls)
         if count:
             self._notes.append(
-                f"no owner for {counted(count, 'collective')} in backward, because the forward ran "
-                "outside `with comm_mode`"
+                f"no owner for {show_count(count, 'collective')} in backward, because the forward "
+                "ran outside `with comm_mode`"
             )

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from pytest_fsdp_comm.errors import RecordingError
-from pytest_fsdp_comm.text.words import counted
+from pytest_fsdp_comm.text.words import show_count
 
 _OPTIMIZER: Final = "torch.optim.optimizer"
 FIRST: Final = 3
@@ -28,7 +28,7 @@ class ScriptEnded(SystemExit):
 
 
 @contextlib.contextmanager
-def optimizer_steps(stepped: Callable[..., None]) -> Iterator[None]:
+def watch_optimizer_steps(stepped: Callable[..., None]) -> Iterator[None]:
     """While the block runs, call `stepped` after each optimizer step, with the optimizer."""
     # Do not import torch here: the script may first set environment variables that torch reads.
     handles: list[Any] = []
@@ -54,7 +54,7 @@ def optimizer_steps(stepped: Callable[..., None]) -> Iterator[None]:
 class _OnImport(MetaPathFinder):
     """Call `imported` with the module `name` as soon as it has been imported."""
 
-    def __init__(self, name: str, imported: Callable[[Any], None]) -> None:
+    def __init__(self, name: str, imported: Callable[[object], None]) -> None:
         self._name, self._imported = name, imported
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002  # the import system passes it
@@ -110,7 +110,7 @@ def check_steps(first: int, last: int) -> None:
 def too_short(count: int, last: int) -> RecordingError:
     """Return the error for a script that ended before step `last`."""
     return RecordingError(
-        f"the script ended after {counted(count, 'optimizer step')} in this process, before "
+        f"the script ended after {show_count(count, 'optimizer step')} in this process, before "
         f"step {last} ended: let it run longer, or, if it starts processes or uses no optimizer of "
         "torch.optim, record in the script itself: with CommMode().saving(model, 'step.json'):"
     )

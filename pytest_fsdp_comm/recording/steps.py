@@ -21,15 +21,16 @@ from torch.distributed import distributed_c10d
 
 from pytest_fsdp_comm.errors import RecordingError, UnseenCollectivesWarning
 from pytest_fsdp_comm.recording.comm_mode import CommMode
-from pytest_fsdp_comm.recording.patches import patched
+from pytest_fsdp_comm.recording.patches import patch_attributes
 from pytest_fsdp_comm.recording.script import (
     FIRST,
     ScriptEnded,
     check_steps,
-    optimizer_steps,
     run_script,
     too_short,
+    watch_optimizer_steps,
 )
+from pytest_fsdp_comm.upstream import look_up
 
 
 class StepRecorder:
@@ -50,7 +51,9 @@ class StepRecorder:
         self._num_calls = 0
         self._undo = contextlib.ExitStack()
         scaler = torch.amp.GradScaler
-        self._undo.enter_context(patched((scaler, "step", self._around_scaler(scaler.step))))
+        self._undo.enter_context(
+            patch_attributes((scaler, "step", self._wrap_scaler_step(scaler.step)))
+        )
 
     def __call__(self, optimizer: torch.optim.Optimizer, *, is_skipped: bool = False) -> None:
         """Record that an optimizer has stepped, or that a scaler has skipped its step."""
@@ -82,16 +85,16 @@ class StepRecorder:
                 self._ended()
                 return
         if not self._is_recording and self.count == self._first - 1:
-            self._begin()
+            self._begin_recording()
 
-    def _begin(self) -> None:
-        if torch._C._current_graph_task_id() != -1:  # checked in torch 2.7 to 2.15
+    def _begin_recording(self) -> None:
+        if look_up("torch._C", "_current_graph_task_id")() != -1:
             raise RecordingError(
                 "the optimizers step during backward, so the recorder cannot tell where a training "
                 "step ends; record a step in the script itself, with "
                 "`with CommMode().saving(model, 'step.json'):`"
             )
-        self.models = _holding(self._together.values())
+        self.models = _find_trained_modules(self._together.values())
         try:
             if self.models:  # otherwise FQNs are relative to the outermost module that runs
                 self._mode(self.models)
@@ -108,8 +111,10 @@ class StepRecorder:
             with contextlib.suppress(UnseenCollectivesWarning):
                 self._mode.__exit__(None, None, None)
 
-    def _around_scaler(self, original: Any) -> Any:
-        def step(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _wrap_scaler_step(self, original: Any) -> object:
+        def step(
+            scaler: object, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
+        ) -> object:
             num_calls = self._num_calls
             result = original(scaler, optimizer, *args, **kwargs)
             if self._num_calls == num_calls:
@@ -119,7 +124,7 @@ class StepRecorder:
         return step
 
 
-def _holding(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Module]:
+def _find_trained_modules(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Module]:
     """Return the outermost modules that contain the optimizers' parameters, in parameter order."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     parameters = (parameter for group in groups for parameter in group["params"])
@@ -137,11 +142,13 @@ def _holding(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def keeping_group() -> Iterator[None]:
+def keep_existing_group() -> Iterator[None]:
     """Make a script use the existing process group: creating or destroying any has no effect."""
     names = ("init_process_group", "destroy_process_group")
     holders = (dist, distributed_c10d)
-    with patched(*((where, name, lambda *_, **__: None) for where in holders for name in names)):
+    with patch_attributes(
+        *((where, name, lambda *_, **__: None) for where in holders for name in names)
+    ):
         yield
 
 
@@ -177,7 +184,7 @@ def record_script(
         raise ScriptEnded(0)
 
     recorder = StepRecorder(comm_mode, step, step, ended=end)
-    with keeping_group(), optimizer_steps(recorder), contextlib.suppress(ScriptEnded):
+    with keep_existing_group(), watch_optimizer_steps(recorder), contextlib.suppress(ScriptEnded):
         try:
             run_script(script, arguments, is_module=is_module)
         finally:

@@ -18,13 +18,13 @@ from typing import Any, Final
 import torch
 
 from pytest_fsdp_comm.comm.events import Answer, Gap, Phase
-from pytest_fsdp_comm.recording.active import entered
+from pytest_fsdp_comm.recording.active import entered_recorders
 from pytest_fsdp_comm.recording.frames import (
     call_site_of,
+    find_author,
     find_caller,
-    outwards,
-    torch_files,
-    whose,
+    torch_path_prefix,
+    walk_outwards,
 )
 from pytest_fsdp_comm.recording.operations import tensors_in
 from pytest_fsdp_comm.recording.pending import IN_MODULES
@@ -39,7 +39,7 @@ class ValueReads:
         self.gaps: dict[Gap, None] = {}
         """One gap for each line and kind of read, in the order of the first reads."""
 
-    def note_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def note_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, object]) -> None:
         name = func.overloadpacket.__name__
         # torch tags all indexing as a read, but only a mask makes the shape depend on values.
         if name == "index" and not any(
@@ -53,17 +53,15 @@ class ValueReads:
 
     def note(self, how: str) -> None:
         """Add a gap for this read of values, if user code requested it in forward or backward."""
-        frame = _requesting_frame()
+        frame = _find_requesting_user_frame()
         if frame is None:
             return
-        # ``one_hot`` reads the smallest value in C++, so only the source line shows the call. If
-        # the call passes the number of classes, the shape does not depend on values, so add no gap.
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if re.search(r"\bone_hot\(.*,", line):
+        # If the call passes the number of classes, the shape does not depend on values.
+        if is_one_hot_with_classes(frame):
             return
         phase, call_site = self._attribute()
         if phase in IN_MODULES:
-            self._add(f"{call_site} reads the values of a tensor ({how})")
+            self._add_gap(f"{call_site} reads the values of a tensor ({how})")
 
     def note_splits(self, bound: Mapping[str, Any], call_site: str) -> None:
         """Add a gap for an all-to-all with parts of different sizes, such as routed tokens."""
@@ -73,9 +71,9 @@ class ValueReads:
             for name in ("input_tensors", "output_tensors")
         ]
         if any(len(set(sizes)) > 1 for sizes in parts):
-            self._add(f"{call_site} sends parts of unequal size (all_to_all)")
+            self._add_gap(f"{call_site} sends parts of unequal size (all_to_all)")
 
-    def _add(self, text: str) -> None:
+    def _add_gap(self, text: str) -> None:
         self.gaps[Gap(kind="value_dependent", text=text)] = None
 
 
@@ -97,7 +95,7 @@ class KeptAnswers:
         self._used, self.current = used, {}
 
     @contextlib.contextmanager
-    def by(self, fixture: str) -> Iterator[None]:
+    def store_for(self, fixture: str) -> Iterator[None]:
         """Store the values assumed in the block under a fixture's name; `forget` removes them."""
         outer, self.current = self.current, self._of_fixtures.setdefault(fixture, {})
         try:
@@ -115,6 +113,8 @@ class KeptAnswers:
                 yield from answers
 
 
+SKIPPED: Final = "skipped"
+"""The value of an `Answer` if a simulated rank has skipped a call, such as a checkpoint."""
 answers_of_process: Final = KeptAnswers()
 
 
@@ -124,7 +124,9 @@ def note_answer(value: object, how: str, *, of_process: bool = False) -> None:
     site = f"{frame.f_globals.get('__name__')}:{frame.f_code.co_qualname}" if frame else "?"
     answer = Answer(value=str(value), site=site, how=how, call_site=call_site_of(frame))
     process = (answers_of_process.current,)
-    for answers in process if of_process else (recorder.answers for recorder in entered()):
+    for answers in (
+        process if of_process else (recorder.answers for recorder in entered_recorders())
+    ):
         answers.setdefault(answer)
 
 
@@ -132,7 +134,7 @@ _num_reporters = 0
 
 
 @contextlib.contextmanager
-def reporting_reads() -> Iterator[None]:
+def suppress_read_reports() -> Iterator[None]:
     """Stop kernels and patches from reporting value reads in the block: the caller reports them."""
     global _num_reporters  # noqa: PLW0603  # the whole process shares it, like the patches
     _num_reporters += 1
@@ -142,24 +144,24 @@ def reporting_reads() -> Iterator[None]:
         _num_reporters -= 1
 
 
-def caller_reports_reads() -> bool:
-    """Whether a block of `reporting_reads` is running."""
+def is_suppressing_read_reports() -> bool:
+    """Whether a block of `suppress_read_reports` is running."""
     return bool(_num_reporters)
 
 
-def _requesting_frame() -> FrameType | None:
+def _find_requesting_user_frame() -> FrameType | None:
     """Return the frame that requested the running operation; None if it is not user code."""
-    for frame in outwards(sys._getframe(1)):
-        requests = _requests(frame.f_code.co_filename)
+    for frame in walk_outwards(sys._getframe(1)):
+        requests = _is_user_request(frame.f_code.co_filename)
         if requests is not None:
             return frame if requests else None
     return None
 
 
 @functools.cache
-def _requests(path: str) -> bool | None:
+def _is_user_request(path: str) -> bool | None:
     """Whether operations called in this file count as the user's; None if the caller decides."""
-    owner = whose(path)
+    owner = find_author(path)
     if owner == "torch":
         return None if path.startswith(_PASSES_ON) else False
     if owner == "library":
@@ -169,7 +171,7 @@ def _requests(path: str) -> bool | None:
 
 
 _PASSES_ON: Final = tuple(
-    torch_files() + path
+    torch_path_prefix() + path
     for path in (
         *("_tensor.py", "functional.py", "_jit_internal.py", "_ops.py", "overrides.py"),
         *("distributed/tensor/_api.py", "distributed/tensor/_dispatch.py"),
@@ -180,7 +182,15 @@ _PASSES_ON: Final = tuple(
 """Files of torch that run operations on behalf of their callers."""
 
 
-def shows_values(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def is_one_hot_with_classes(frame: FrameType | None) -> bool:
+    """Whether a frame calls ``one_hot`` with the number of classes."""
+    # On the CPU, ``one_hot`` still reads the smallest value in C++, so only the source line shows
+    # the call.
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame else ""
+    return re.search(r"\bone_hot\(.*,", line) is not None
+
+
+def is_value_read(name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Whether a method call returns values to Python, or makes a shape depend on them."""
     # `tensor_split` reads values only if its indices are a tensor.
     return name != "tensor_split" or any(

@@ -9,6 +9,7 @@ from typing import Final, TypeAlias
 
 from pytest_fsdp_comm.comm.events import Collective, Phase
 from pytest_fsdp_comm.comm.questions import Answer
+from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.text.fqn import NO_MODULE, NaturalKey, expand, fold_fqns, natural_key
 from pytest_fsdp_comm.tree.finding import Findings
 
@@ -32,7 +33,7 @@ def explain_answer(operator: str, left: object, right: object) -> list[str]:
     for answer in answers:
         if len(answers) > 1:
             lines.append(f"{answer.expression}:")
-        rows = _grouped(answer.matching or answer.recorded)
+        rows = _describe_event_groups(answer.matching or answer.recorded)
         if not answer.recorded:
             rows = ["the recording has no collectives"]
         elif not answer.matching:
@@ -42,10 +43,10 @@ def explain_answer(operator: str, left: object, right: object) -> list[str]:
             more = len(rows) - most + 1
             rows[most - 1 :] = [f"... and {more} more; comm_mode.events has all"]
         lines += rows
-    return lines
+    return [*map(printable, lines)]
 
 
-def _grouped(events: Sequence[Collective]) -> list[str]:
+def _describe_event_groups(events: Sequence[Collective]) -> list[str]:
     """Return a line for each group of equal collectives; owners are folded (``layers.{0..3}``)."""
     calls: defaultdict[tuple[Phase, str, str], defaultdict[str | None, list[int]]]
     calls = defaultdict(lambda: defaultdict(list))
@@ -59,13 +60,13 @@ def _grouped(events: Sequence[Collective]) -> list[str]:
         for owner, nbytes in sizes_of.items():
             owners_of[tuple(sorted(Counter(nbytes).items()))].append(owner)
         for sizes, owners in owners_of.items():
-            for position, pattern in _patterns(owners):
-                text = f"{phase} {pattern} {operation} {_calls(sizes)}{at}"
+            for position, pattern in _list_owner_patterns(owners):
+                text = f"{phase} {pattern} {operation} {_show_call_sizes(sizes)}{at}"
                 rows.append((_PHASES.index(phase), position, operation, call_site, text))
     return [text for *_, text in sorted(rows)]
 
 
-def _calls(sizes: _Sizes) -> str:
+def _show_call_sizes(sizes: _Sizes) -> str:
     """Return ``x2 of 64 B, x1 of 8 B`` as in a snapshot, or ``x9 of 8 to 64 B`` for many sizes."""
     if len(sizes) > _MAX_SIZES:
         count = sum(count for _, count in sizes)
@@ -75,7 +76,7 @@ def _calls(sizes: _Sizes) -> str:
     )
 
 
-def _patterns(owners: Sequence[str | None]) -> Iterator[tuple[_Position, str]]:
+def _list_owner_patterns(owners: Sequence[str | None]) -> Iterator[tuple[_Position, str]]:
     """Fold owners into patterns such as ``layers.{0..3}``; yield each with its sort key."""
     for pattern in fold_fqns(owner for owner in owners if owner is not None):
         yield (False, natural_key(expand(pattern)[0])), pattern
@@ -95,14 +96,16 @@ def explain_findings(error: AssertionError) -> None:
     if len(error.args) != 1 or not isinstance(error.args[0], str):
         return
     message: str = error.args[0]
-    for label, text in dict.fromkeys((repr(value), str(value)) for value in _findings(error)):
+    for label, text in dict.fromkeys(
+        (repr(value), str(value)) for value in _find_asserted_findings(error)
+    ):
         explained = "\n".join(f"  {line}" for line in text.splitlines())
         if label in message and explained not in message:
-            message = "\n".join([*_without_origin(message, label), explained])
+            message = "\n".join([*_drop_origin(message, label), explained])
     error.args = (message,)
 
 
-def _findings(error: AssertionError) -> Iterator[Findings]:
+def _find_asserted_findings(error: AssertionError) -> Iterator[Findings]:
     """Yield the findings in the failing frame's variables, where pytest stores asserted values."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
@@ -114,7 +117,7 @@ def _findings(error: AssertionError) -> Iterator[Findings]:
             yield value
 
 
-def _without_origin(message: str, label: str) -> Iterator[str]:
+def _drop_origin(message: str, label: str) -> Iterator[str]:
     """Remove pytest's lines that explain where the value with the repr `label` came from."""
     above = 0
     for line in message.split("\n"):

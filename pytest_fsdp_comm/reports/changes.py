@@ -1,204 +1,298 @@
-"""Describe changes in recordings and trees, in a failure text or a headline."""
+"""Describe changes in recordings and trees."""
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain
 from typing import Final
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import Change, Comparison, NewCalls
 from pytest_fsdp_comm.comm.events import Phase, Role
-from pytest_fsdp_comm.comm.explanation.causes import NO_BACKWARD
+from pytest_fsdp_comm.comm.explanation.amounts import NO_BACKWARD
+from pytest_fsdp_comm.comm.explanation.causes import Cause
 from pytest_fsdp_comm.comm.explanation.names import Renamed
-from pytest_fsdp_comm.comm.explanation.sentences import (
-    name_modules,
-    name_place,
-    sentence,
-    timing_sentence,
-)
-from pytest_fsdp_comm.comm.explanation.states import count_of, nbytes_of
-from pytest_fsdp_comm.comm.explanation.steps import WRITES, Replaced, Step
+from pytest_fsdp_comm.comm.explanation.overlap import Waits
+from pytest_fsdp_comm.comm.explanation.states import count_calls, nbytes_of
+from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
 from pytest_fsdp_comm.comm.explanation.training import TrainingChange
+from pytest_fsdp_comm.comm.explanation.words import name_modules, name_place
 from pytest_fsdp_comm.comm.profile import Row
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
-from pytest_fsdp_comm.reports.explanation import FailureText
+from pytest_fsdp_comm.reports.explanation import Failure, Severity, Statement
+from pytest_fsdp_comm.text.fqn import expand, fold_fqns
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-from pytest_fsdp_comm.text.words import counted, show_nbytes, show_nbytes_change
+from pytest_fsdp_comm.text.words import join_first, show_nbytes, show_nbytes_change
 from pytest_fsdp_comm.tree.diff import TreeChange
 
 _MAX_CALLS: Final = 3
 _MAX_LINES: Final = 3
+_MAX_SUBJECTS: Final = 3
+# Matches the name of an axis: the `dp` of ``dp=4 stride 2``.
+_AXIS_NAME: Final = re.compile(r"[^,\s=]+(?==)")
 _PASSES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD})
 
 
 def render_comparison(
-    comparison: Comparison, *, snapshot: str, notes: Sequence[str] = ()
-) -> FailureText:
+    comparison: Comparison, *, snapshot: str = "", notes: Sequence[str] = ()
+) -> Failure:
     """Explain a failed comparison of recordings, most important change first."""
-    steps = comparison.reported
-    new_calls = [_new_calls_of(step, comparison) for step in steps]
-    sentences = [*map(sentence, steps)]
-    # Changes in units are printed first, because changes in timing result from them.
     timings = () if comparison.explanation is None else comparison.explanation.timings
-    if len(steps) == 1 and isinstance(steps[0], Renamed) and not (comparison.remaining or timings):
-        sentences[0] += "; all communication is unchanged"
-    lines = [
-        f"{text}, at {_name_lines(calls)}" if _lines(calls) else text
-        for text, calls in zip(sentences, new_calls, strict=True)
-    ]
-    num_of_training = len(comparison.training)
     cost = cost_lines(comparison.cost)
     # Do not list the peak again if the cost lines already report it.
     repeated = "memory" if any("peak gathered" in line for line in cost) else ""
     rows = sorted(
         (change for change in comparison.remaining if change.subject != repeated), key=weight
     )
-    loud = [change for change in rows if change.subject != "reshard"] or rows
-    quiet = [change for change in rows if change not in loud]
-    summaries = tuple(
-        "; likely: ".join(
-            (text, *(cause.text for cause in comparison.causes if step in cause.steps))
-        )
-        for text, step in zip(sentences, steps, strict=True)
-    )
-    return FailureText(
+    described = [(row, _describe_row(row, comparison)) for row in rows]
+    frames = [statement for row, statement in described if row.subject == "frame"]
+    # Other sizes or layouts of the mesh say more than the steps that follow from them.
+    is_first = not all(map(_is_row_or_rename, comparison.changes))
+    steps = [*_describe_steps(comparison)]
+    groups = [
+        [*frames, *steps] if is_first else [*steps, *frames],
+        [
+            *(statement for row, statement in described if row.subject not in {"frame", "reshard"}),
+            # Changes in units are printed first, because changes in timing result from them.
+            *(Statement(severity="change", text=timing.describe()) for timing in timings),
+        ],
+        [statement for row, statement in described if row.subject == "reshard"],
+    ]
+    # The first group with a change is the most important one. The others are the rest, except for
+    # collectives of user code that are new or gone.
+    main = {statement.text for row, statement in described if _is_added_or_lost_user_call(row)}
+    main |= {statement.text for statement in next(filter(None, groups), [])}
+    changes = _add_sites([*chain.from_iterable(groups)], comparison)
+    causes = [_describe_cause(cause, comparison) for cause in comparison.causes]
+    if len(changes) == 1:
+        changes = [replace(changes[0], causes=tuple(cause.text for cause in causes))]
+    return Failure(
         head=f"comm_mode differs from {snapshot}",
         compared="comm_mode",
         snapshot=snapshot,
-        training=tuple(lines[:num_of_training]),
-        cost=cost,
-        changes=(
-            *lines[num_of_training:],
-            *map(_change_line, loud),
-            *map(timing_sentence, timings),
-            *map(_change_line, quiet),
+        statements=(
+            *(statement for statement in changes if statement.text in main),
+            *causes,
+            *(Statement(severity="cost", text=line) for line in cost),
+            *(replace(entry, severity="rest") for entry in changes if entry.text not in main),
+            *(Statement(severity="note", text=note) for note in notes),
         ),
-        summaries=summaries,
-        sent=tuple(_sent(comparison, new_calls, summaries)),
-        causes=tuple(cause.text for cause in comparison.causes),
-        notes=tuple(notes),
     )
 
 
-def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str) -> FailureText:
+def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str = "") -> Failure:
     """Explain a failed comparison of trees, most important change first."""
-    lines = [
-        (breaks, f"{subject}: {', '.join(change.what for change in same)}")
-        for (subject, breaks), same in groupby(
-            changes, key=lambda change: (change.subject, change.breaks_training)
+    whats: defaultdict[tuple[str, str, bool], list[TreeChange]] = defaultdict(list)
+    for change in changes:
+        whats[change.subject, change.noun, change.breaks_training].append(change)
+    # Subjects with the same changes share a statement.
+    subjects: defaultdict[tuple[str, str, bool], list[str]] = defaultdict(list)
+    causes: defaultdict[tuple[str, str, bool], dict[str, None]] = defaultdict(dict)
+    for (subject, noun, breaks), listed in whats.items():
+        place = ", ".join(change.what for change in listed), noun, breaks
+        subjects[place].append(subject)
+        causes[place] |= {change.likely: None for change in listed if change.likely}
+    statements = []
+    # Parameters that replace others share a statement with them.
+    replaced = {
+        (what, noun, breaks): removed
+        for what, noun, breaks in subjects
+        for removed in [(what.replace("added, ", "removed, was ", 1), noun, breaks)]
+        if what.startswith("added, ") and removed in subjects
+    }
+    for place, names in subjects.items():
+        if place in replaced.values():
+            continue
+        what, noun, breaks = place
+        severity: Severity = "breaks training" if breaks else "change"
+        text = f"{_name_subjects(names, noun)}: {what}"
+        if place in replaced:
+            text = f"{_name_subjects(subjects[replaced[place]], noun)}: removed; {text}"
+        statements.append(
+            Statement(severity=severity, text=text, causes=tuple(causes[what, noun, breaks]))
         )
-    ]
-    training = tuple(line for breaks, line in lines if breaks)
-    return FailureText(
+    likely = dict.fromkeys(change.likely for change in changes if change.likely)
+    return Failure(
         head=f"fsdp_tree differs from {snapshot}",
         compared="fsdp_tree",
         snapshot=snapshot,
-        training=training,
-        changes=tuple(line for breaks, line in lines if not breaks),
-        summaries=training,
-        causes=tuple(dict.fromkeys(change.likely for change in changes if change.likely)),
+        statements=(*statements, *(Statement(severity="likely", text=text) for text in likely)),
     )
 
 
-def _sent(
-    comparison: Comparison, new_calls: Sequence[NewCalls], summaries: Sequence[str]
-) -> Iterator[tuple[str, str]]:
-    """Yield the call site and text of each change; if no site is known, take one from a row."""
-    differing = [change for change in comparison.changes if _lines(change.new_calls)]
-    num_of_training = len(comparison.training)
-    pairs = [*zip(new_calls[num_of_training:], summaries[num_of_training:], strict=True)]
-    pairs = [(calls, _with_lines(line, calls)) for calls, line in pairs]
-    pairs += [
-        (_without_backward(_new_lines(change, comparison)), _change_line(change))
-        for change in comparison.remaining
-    ]
-    if not num_of_training and not any(_lines(calls) for calls, _ in pairs):
-        new = [calls for row in differing if _lines(calls := _new_lines(row, comparison))][:1]
-        pairs = [
-            (calls, _with_lines([*summaries, headline(comparison.changes)][0], calls))
-            for calls in new
+def _is_added_or_lost_user_call(change: Change) -> bool:
+    """Whether a change adds or removes collectives that are not of units and their gradients."""
+    is_whole = not (change.before and change.after)
+    roles = {call.role for row in (*change.before, *change.after) for call in row.calls}
+    return change.subject == "collective" and is_whole and roles <= {"", Role.ACTIVATIONS}
+
+
+def _is_row_or_rename(change: Change) -> bool:
+    """Whether a change affects rows, or only the names of mesh axes."""
+    old, new = (_AXIS_NAME.sub("", text) for text in (change.old_text, change.new_text))
+    return change.subject != "frame" or old == new
+
+
+def _name_subjects(patterns: Sequence[str], noun: str) -> str:
+    """Name up to 3 subjects of a tree; if there are more, name the modules that contain them."""
+    if len(patterns) <= _MAX_SUBJECTS:
+        return ", ".join(patterns)
+    names = [name for pattern in patterns for name in expand(pattern)]
+    # A unit of several modules joins their names.
+    modules = [part for name in names for part in name.split("+")]
+    while len(folded := fold_fqns(modules)) > _MAX_SUBJECTS and any(modules):
+        deepest = max(name.count(".") for name in modules)
+        modules = [
+            name.rpartition(".")[0] if name.count(".") == deepest else name for name in modules
         ]
-    # Missing calls have no call site, so use the call site of new calls in backward, if any.
-    backward = [change.new_calls for change in differing if change.phase is Phase.BACKWARD]
-    first = [(calls, line) for calls in backward[:1] for line in summaries[:num_of_training]]
-    for calls, text in (*first, *pairs):
-        yield from ((line, text) for line in _lines(calls)[:_MAX_LINES])
+    where = ", ".join(folded)
+    return f"{len(names)} {noun} {'of the model' if not any(modules) else f'in {where}'}"
 
 
-def _new_calls_of(step: TrainingChange | Step, comparison: Comparison) -> NewCalls:
+def _describe_steps(comparison: Comparison) -> Iterator[Statement]:
+    """Yield a statement about each step, and about each change that breaks training."""
+    steps = [*zip(comparison.reported, comparison.sentences, strict=True)]
+    is_alone = len(steps) == 1 and isinstance(steps[0][0], Renamed)
+    timings = comparison.explanation is not None and comparison.explanation.timings
+    suffix = "; all communication is unchanged"
+    suffix *= is_alone and not (comparison.remaining or timings)
+    # A host wait that exposes calls is their cause.
+    named = [step for cause in comparison.causes for step in cause.steps]
+    waits = [pair for pair in steps if isinstance(pair[0], Waits) and pair[0] not in named]
+    for step, text in steps:
+        if not isinstance(step, Waits):
+            yield _describe_step(step, text + suffix, comparison)
+    for change in comparison.exposures:
+        yield Statement(severity="change", text=change.describe())
+    for step, text in waits:
+        # Waits that expose nothing matter less than calls that can no longer be hidden.
+        statement = _describe_step(step, text, comparison)
+        yield replace(statement, severity="rest") if comparison.exposures else statement
+
+
+def _describe_step(step: TrainingChange | Step, text: str, comparison: Comparison) -> Statement:
+    breaks = any(step is problem for problem in comparison.training)
+    calls = _find_new_calls_of_step(step, comparison)
+    return Statement(
+        severity="breaks training" if breaks else "change",
+        text=text,
+        place=f"at {_name_call_sites(calls)}" if _list_call_sites(calls) else "",
+        causes=tuple(cause.text for cause in comparison.causes if step in cause.steps),
+        is_effect=isinstance(step, Step) and step.is_effect,
+        sites=() if breaks else tuple(_list_call_sites(calls)[:_MAX_LINES]),
+    )
+
+
+def _describe_cause(cause: Cause, comparison: Comparison) -> Statement:
+    """State a likely cause; if the host waits, with the lines of code where it does."""
+    calls = NewCalls.join(
+        _find_new_calls_of_step(step, comparison) for step in cause.steps if isinstance(step, Waits)
+    )
+    place = f"at {_name_call_sites(calls)}" if _list_call_sites(calls) else ""
+    return Statement(severity="likely", text=cause.text, place=place)
+
+
+def _describe_row(change: Change, comparison: Comparison) -> Statement:
+    """Describe a change that no step explains."""
+    sites = _list_call_sites(_drop_backward_lines(_find_new_calls_of_change(change, comparison)))
+    return Statement(
+        severity="change",
+        text=_describe_change(change),
+        place=_describe_site(change),
+        sites=tuple(sites[:_MAX_LINES]),
+    )
+
+
+def _add_sites(statements: Sequence[Statement], comparison: Comparison) -> list[Statement]:
+    """Add lines of code to what breaks training, and to the first change if no line is known."""
+    differing = [change for change in comparison.changes if _list_call_sites(change.new_calls)]
+    if comparison.training:
+        # Missing calls have no call site, so use the call site of new calls in backward, if any.
+        backward = [change.new_calls for change in differing if change.phase is Phase.BACKWARD]
+        sites = _list_call_sites(backward[0]) if backward else []
+    elif any(statement.sites for statement in statements):
+        return [*statements]
+    else:
+        new = [
+            lines
+            for row in differing
+            if (lines := _list_call_sites(_find_new_calls_of_change(row, comparison)))
+        ]
+        sites = new[0] if new else []
+    num = len(comparison.training) or 1
+    return [
+        *(replace(statement, sites=tuple(sites[:_MAX_LINES])) for statement in statements[:num]),
+        *statements[num:],
+    ]
+
+
+def _find_new_calls_of_step(step: TrainingChange | Step, comparison: Comparison) -> NewCalls:
     """Return the lines of code that issued a change's new calls; empty if they are unknown."""
-    if not isinstance(step, Replaced) or step.kind in WRITES:
+    if not isinstance(step, Replaced) or step.writes != "rows":
         return NewCalls()
     return NewCalls.join(
-        _without_backward(comparison.new_calls(step, owner, key))
-        for owner in step.facts.get("modules") or step.owners
+        _drop_backward_lines(comparison.new_calls(step, owner, key))
+        for owner in step.sending_owners
         for key in step.rows[owner]
-        if key.subject == "collective"
+        if key.subject in {"collective", "host_wait"}
     )
 
 
-def _without_backward(calls: NewCalls) -> NewCalls:
+def _drop_backward_lines(calls: NewCalls) -> NewCalls:
     """Remove lines that call ``.backward()``, because they issue all collectives of backward."""
     return replace(calls, sites=tuple(site for site in calls.sites if not site[1].is_of_backward))
 
 
-def _new_lines(change: Change, comparison: Comparison) -> NewCalls:
+def _find_new_calls_of_change(change: Change, comparison: Comparison) -> NewCalls:
     """Return a change's new calls; if added forwards are a cause, drop lines that had old calls."""
-    calls, more = change.new_calls, count_of(change.after) - count_of(change.before)
-    if all(cause.text != NO_BACKWARD for cause in comparison.causes):
+    calls, more = change.new_calls, count_calls(change.after) - count_calls(change.before)
+    if not any(cause.text.startswith(NO_BACKWARD) for cause in comparison.causes):
         return calls
     # A line that issued more calls than were added must also have issued old calls.
     return replace(calls, sites=tuple(site for site in calls.sites if site[1].calls.count <= more))
 
 
-def _with_lines(text: str, calls: NewCalls) -> str:
-    return text if calls.is_certain else f"{text}, at {_name_lines(calls)}"
-
-
-def _lines(calls: NewCalls) -> list[str]:
+def _list_call_sites(calls: NewCalls) -> list[str]:
     return [*dict.fromkeys(site.call_site for _, site in calls.sites if site.call_site)]
 
 
-def _name_lines(calls: NewCalls) -> str:
+def _name_call_sites(calls: NewCalls) -> str:
     """Format the lines that may have issued the calls: ``a.py:9 or b.py:17``."""
-    lines = _lines(calls)
+    lines = _list_call_sites(calls)
     more = len(lines) - _MAX_LINES
     listed = [*lines[:_MAX_LINES], *([f"{more} more"] if more > 0 else [])]
     word = "and" if calls.is_certain or more > 0 else "or"
     return f" {word} ".join(filter(None, (", ".join(listed[:-1]), *listed[-1:])))
 
 
-def _change_line(change: Change) -> str:
-    site = _site(change)
-    return f"{_change_text(change)}, {site}" if site else _change_text(change)
-
-
-def _change_text(change: Change) -> str:
+def _describe_change(change: Change) -> str:
     if change.phase is None:
-        return f"{change.what}: {change.old_text} -> {change.new_text}"
+        before = f"{change.old_text} -> " if change.old_text else ""
+        return f"{change.what}: {before}{change.new_text}"
     where = name_place(change.owners, change.phase)
     each = ", each" if len(change.owners) > 1 else ""
     if change.subject == "collective":
-        return f"{where}{each}: {change.what} {_amounts(change)}"
+        return f"{where}{each}: {change.what} {_describe_amounts(change)}"
     verb = f"{change.what}ed"
     if change.subject == "redistribution":
         verb = f"redistributed {change.what.replace('->', ' -> ')}"
     often = "" if change.before and change.after else "now " if change.after else "no longer "
-    return f"{where}{each}: {often}{verb}, {_amounts(change, ' times')}"
+    return f"{where}{each}: {often}{verb}, {_describe_amounts(change, ' times')}"
 
 
-def _amounts(change: Change, times: str = "") -> str:
+def _describe_amounts(change: Change, times: str = "") -> str:
     differ = any(row.ranks for row in (*change.before, *change.after))
     if len(change.before) <= 1 and len(change.after) <= 1 and not differ:
         before = change.before[0] if change.before else None
         after = change.after[0] if change.after else None
-        return _simple(before, after, times)
-    return f"{_listed(change.before)} -> {_listed(change.after)}"
+        return _describe_row_change(before, after, times)
+    return f"{_show_amounts(change.before)} -> {_show_amounts(change.after)}"
 
 
-def _simple(before: Row | None, after: Row | None, times: str) -> str:
+def _describe_row_change(before: Row | None, after: Row | None, times: str) -> str:
     was, now = (before.count if before else 0), (after.count if after else 0)
     text = f"{was} -> {now}{times} ({now - was:+})" if now != was else f"x{was}"
     old, new = (before.nbytes if before else 0), (after.nbytes if after else 0)
@@ -206,9 +300,9 @@ def _simple(before: Row | None, after: Row | None, times: str) -> str:
     parts = [text]
     if old != new:
         parts.append(f"{show_nbytes_change(old, new, unsized)} per rank")
-    is_other_kind = before and after and _kinds(before) != _kinds(after)
+    is_other_kind = before and after and _strip_amounts(before) != _strip_amounts(after)
     if before and after and before.calls and (is_other_kind or (was, old) == (now, new)):
-        removed, added = _without(before, after), _without(after, before)
+        removed, added = _show_other_calls(before, after), _show_other_calls(after, before)
         if removed and added:
             # Both texts contain the count, so drop it from `parts` if no call is unchanged.
             is_all = was == now and set(before.calls).isdisjoint(after.calls)
@@ -218,18 +312,17 @@ def _simple(before: Row | None, after: Row | None, times: str) -> str:
     return ", ".join(parts)
 
 
-def _kinds(amount: Row) -> set[Calls]:
+def _strip_amounts(amount: Row) -> set[Calls]:
     """Return a row's calls without their counts and sizes."""
     return {replace(calls, count=0, nbytes=0) for calls in amount.calls}
 
 
-def _without(amount: Row, excluded: Row) -> str:
+def _show_other_calls(amount: Row, excluded: Row) -> str:
     texts = [str(calls) for calls in amount.calls if calls not in excluded.calls]
-    more = len(texts) - _MAX_CALLS
-    return ", ".join(texts[:_MAX_CALLS]) + (f" and {more} more" if more > 0 else "")
+    return join_first(texts, _MAX_CALLS)
 
 
-def _listed(amounts: Sequence[Row]) -> str:
+def _show_amounts(amounts: Sequence[Row]) -> str:
     listed = []
     for amount in amounts:
         calls = f"x{amount.count}, {show_nbytes(amount.nbytes, amount.unsized)} in total,"
@@ -241,59 +334,18 @@ def _listed(amounts: Sequence[Row]) -> str:
     return " / ".join(listed) or "0"
 
 
-def _site(change: Change) -> str:
+def _describe_site(change: Change) -> str:
     calls = change.new_calls
     issued_in = {site.issued_in for owner, site in calls.sites if site.issued_in != owner} - {None}
     if not issued_in:
-        calls = _without_backward(calls)
+        calls = _drop_backward_lines(calls)
     parts = []
     if issued_in:
         of = f"the {change.phase} of " if change.phase in _PASSES else ""
         parts.append(f"requested by {of}{name_modules(issued_in)}")
-    if _lines(calls):
-        parts.append(f"called from {_name_lines(calls)}")
+    if _list_call_sites(calls):
+        parts.append(f"called from {_name_call_sites(calls)}")
     return ", ".join(parts)
-
-
-def headline(changes: Sequence[Change | TreeChange]) -> str:
-    """Summarize changes by the most important one: ``lm_head: +8 all_gather, 3 more``."""
-    # Changes to the world size, mesh and the like come first, then the most important row. The same
-    # change in several phases counts as one.
-    sent = [change for change in changes if isinstance(change, Change)]
-    # If anything else changed, ignore unshards and reshards: each unshard repeats an all-gather.
-    loud = [change for change in sent if change.subject != "reshard"] or sent
-    groups: dict[object, list[Change]] = {}
-    for change in sorted(loud, key=lambda change: (change.subject != "frame", weight(change))):
-        groups.setdefault((change.subject, change.owners, change.what), []).append(change)
-    has_axes = len({change.what for change in loud if change.subject == "collective"}) > len(
-        {_kind(change) for change in loud if change.subject == "collective"}
-    )
-    lines = [_describe(group, has_axes=has_axes) for group in groups.values()]
-    trees = [change for change in changes if not isinstance(change, Change)]
-    lines += [f"{change.subject}: {change.what}" for change in trees]
-    return _and_more(lines[0], len(lines) - 1)
-
-
-def headline_of_steps(comparison: Comparison) -> str:
-    """Summarize a comparison by its first model-wide change; empty if `headline` is better."""
-    # `headline` is better if the steps do not explain all rows. It is also shorter for a change to
-    # only some modules, but it cannot name a different torch version as the cause.
-    is_exact = comparison.explanation is not None and comparison.explanation.is_exact
-    if not comparison.reported or not (comparison.training or is_exact):
-        return ""
-    first, *further = comparison.reported
-    has_torchs = any(cause.is_of_torch for cause in comparison.causes)
-    is_of_modules = isinstance(first, Replaced) and first.kind != "unit sizes"
-    if is_of_modules and not (comparison.training or has_torchs):
-        return ""
-    more = len(further)
-    if comparison.training:
-        more += sum(change.subject not in {"reshard", "memory"} for change in comparison.remaining)
-    return _and_more(sentence(first), more)
-
-
-def _and_more(text: str, more: int) -> str:
-    return f"{text}, {counted(more, 'more change')}" if more else text
 
 
 def weight(change: Change) -> tuple[bool, bool, int]:
@@ -306,20 +358,3 @@ def weight(change: Change) -> tuple[bool, bool, int]:
     is_less = growth < 0 and any(call.role == Role.GRADIENTS for call in calls)
     is_loud = change.subject == "frame" or growth > 0 or is_less
     return (is_late, not is_loud, -abs(growth))
-
-
-def _describe(phases: Sequence[Change], *, has_axes: bool) -> str:
-    """Summarize a change as a difference in count; if counts are equal, as in the failure text."""
-    first = phases[0]
-    before = [row for change in phases for row in change.before]
-    after = [row for change in phases for row in change.after]
-    count = count_of(after) - count_of(before)
-    if first.phase is None or not count or any(row.ranks for row in (*before, *after)):
-        return _change_text(first)
-    operation = first.what if has_axes else _kind(first)
-    each = " each" if len(first.owners) > 1 else ""
-    return f"{name_modules(first.owners, most=1)}: {count:+} {operation}{each}"
-
-
-def _kind(change: Change) -> str:
-    return change.what.partition("[")[0]

@@ -18,24 +18,29 @@ def cost_lines(cost: Cost, *, width: int = _WIDTH) -> tuple[str, ...]:
     """Describe the total cost, then the cost of each kind, largest first; empty if unchanged."""
     # Example: ``+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank and step), +32 % in all,
     # peak gathered unchanged``.
-    by_bytes = _changed(cost, lambda volume: volume.nbytes)
-    by_count = _changed(cost, lambda volume: volume.count)
+    by_bytes = _find_changed_parts(cost, lambda volume: volume.nbytes)
+    by_count = _find_changed_parts(cost, lambda volume: volume.count)
     total: list[str] = []
     parts: list[str] = []
     if by_bytes:
-        total, parts = _bytes(cost, by_bytes)
+        total, parts = _describe_bytes(cost, by_bytes)
     elif by_count:
-        total, parts = _calls(cost, by_count)
-    total += _peak(cost, by_bytes)
+        total, parts = _describe_calls(cost, by_count)
+    if cost.exposed_before != cost.exposed_after:
+        change = show_nbytes_change(cost.exposed_before, cost.exposed_after)
+        total.append(f"exposed {change} per rank and step")
+    total += _describe_peak(cost, by_bytes)
     if total and not by_bytes and cost.after.nbytes:
         total.insert(0, "bytes unchanged")
-    total += _unsized(cost, is_alone=not total)
+    total += _describe_unsized(cost, is_alone=not total)
     return tuple(
-        line for statements in (total, _cut(parts, width)) for line in _filled(statements, width)
+        line
+        for statements in (total, _fit_on_one_line(parts, width))
+        for line in _fill_lines(statements, width)
     )
 
 
-def _filled(statements: Iterable[str], width: int) -> list[str]:
+def _fill_lines(statements: Iterable[str], width: int) -> list[str]:
     lines: list[str] = []
     for statement in statements:
         if lines and len(lines[-1]) + len(", ") + len(statement) <= width:
@@ -45,7 +50,7 @@ def _filled(statements: Iterable[str], width: int) -> list[str]:
     return lines
 
 
-def _changed(cost: Cost, number: Callable[[Volume], int]) -> list[PartCost]:
+def _find_changed_parts(cost: Cost, number: Callable[[Volume], int]) -> list[PartCost]:
     """Return the parts whose `number` (count or bytes) changed, largest change first."""
 
     def growth(part: PartCost) -> int:
@@ -54,12 +59,12 @@ def _changed(cost: Cost, number: Callable[[Volume], int]) -> list[PartCost]:
     return sorted(filter(growth, cost.collectives), key=lambda part: -abs(growth(part)))
 
 
-def _bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str]]:
+def _describe_bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str]]:
     """Return statements about the total bytes, and about the bytes of each kind."""
     used = [part for part in cost.collectives if part.before.nbytes or part.after.nbytes]
     num_kinds = Counter(part.axis for part in used)
     axes = [
-        f"{_growth(axis)} on {axis.axis}"
+        f"{_show_bytes_growth(axis)} on {axis.axis}"
         for axis in cost.axes
         # Skip the only axis, because it would repeat the total, and an axis with only one kind,
         # because it would repeat that kind.
@@ -69,37 +74,43 @@ def _bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str
     ]
     split = [part for part in used if part not in changed and part.after.count > part.before.count]
     calls = [f"{_label(part)} {part.before.count} -> {part.after.count} calls" for part in split]
+    ranks = _describe_ranks_of_cost(cost)
     if len(changed) == 1:
-        in_all = [f"{_growth(cost)} in all"] if len(used) > 1 else []
+        in_all = [f"{_show_bytes_growth(cost)} in all"] if len(used) > 1 else []
         (part,) = changed
+        change = f"{_show_bytes_change(part)} {ranks}"
         return [
-            f"{_growth(part)} bytes in {_label(part)} ({_sides(part)} {_whose(cost)})",
+            f"{_show_bytes_growth(part)} bytes in {_label(part)} ({change})",
             *axes,
             *in_all,
         ], calls
     if cost.before.nbytes == cost.after.nbytes:
-        head = f"bytes unchanged in all ({show_nbytes(cost.after.nbytes)} {_whose(cost)})"
+        head = f"bytes unchanged in all ({show_nbytes(cost.after.nbytes)} {ranks})"
     else:
-        head = f"{_growth(cost)} bytes in all ({_sides(cost)} {_whose(cost)})"
+        head = f"{_show_bytes_growth(cost)} bytes in all ({_show_bytes_change(cost)} {ranks})"
         before, after = cost.before.nbytes, cost.after.nbytes
         if before and all(
             part.before.nbytes * after == part.after.nbytes * before for part in used
         ):
             return [head, "each kind by the same factor"], []
-    parts = [f"{_label(part)} {_growth(part)} ({_sides(part)})" for part in changed]
+    parts = [
+        f"{_label(part)} {_show_bytes_growth(part)} ({_show_bytes_change(part)})"
+        for part in changed
+    ]
     return [head, *axes], [*parts, *calls]
 
 
-def _calls(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str]]:
+def _describe_calls(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str]]:
     """Return statements about the total calls, and about the calls of each kind."""
+    ranks = _describe_ranks_of_cost(cost)
 
     def statement(part: PartCost | Cost, where: str) -> str:
-        was, now = part.before.count, part.after.count
-        if was == now:
-            return f"calls unchanged {where} ({now} {_whose(cost)})"
-        calls = f"{abs(now - was)} {'call' if abs(now - was) == 1 else 'calls'}"
-        more = "more" if now > was else "fewer"
-        return f"{calls} {more} {where} ({was} -> {now} {_whose(cost)})"
+        old, new = part.before.count, part.after.count
+        if old == new:
+            return f"calls unchanged {where} ({new} {ranks})"
+        calls = f"{abs(new - old)} {'call' if abs(new - old) == 1 else 'calls'}"
+        more = "more" if new > old else "fewer"
+        return f"{calls} {more} {where} ({old} -> {new} {ranks})"
 
     if len(changed) == 1:
         return [statement(changed[0], f"in {_label(changed[0])}")], []
@@ -108,26 +119,26 @@ def _calls(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str
     ]
 
 
-def _peak(cost: Cost, changed: Sequence[PartCost]) -> list[str]:
+def _describe_peak(cost: Cost, changed: Sequence[PartCost]) -> list[str]:
     before, after = cost.peak_before, cost.peak_after
     if before == after:
         # Changed all-gathers often change the peak, so also report a peak that is unchanged.
         has_gathers = before and any(part.kind == "all_gather" for part in changed)
         return ["peak gathered unchanged"] if has_gathers else []
     growth = f"{show_growth(before, after)} " if before else ""
-    where = f"on {_named(cost.peak_ranks)}" if cost.peak_ranks else "per rank"
+    where = f"on {_name_ranks_briefly(cost.peak_ranks)}" if cost.peak_ranks else "per rank"
     return [f"peak gathered {growth}({show_nbytes_change(before, after)} {where})"]
 
 
-def _unsized(cost: Cost, *, is_alone: bool) -> list[str]:
-    was, now = cost.before.unsized, cost.after.unsized
-    if was == now:
-        return ["calls of unknown size not included"] if now and not is_alone else []
-    whose = f" {_whose(cost)}" if is_alone else ""
-    return [f"calls of unknown size {was} -> {now}{whose} (not included)"]
+def _describe_unsized(cost: Cost, *, is_alone: bool) -> list[str]:
+    old, new = cost.before.unsized, cost.after.unsized
+    if old == new:
+        return ["calls of unknown size not included"] if new and not is_alone else []
+    whose = f" {_describe_ranks_of_cost(cost)}" if is_alone else ""
+    return [f"calls of unknown size {old} -> {new}{whose} (not included)"]
 
 
-def _cut(statements: Sequence[str], width: int) -> list[str]:
+def _fit_on_one_line(statements: Sequence[str], width: int) -> list[str]:
     """Return as many statements as fit on one line, but at least one."""
     for num_fitting in range(len(statements), 0, -1):
         hidden = len(statements) - num_fitting
@@ -141,8 +152,8 @@ def _label(part: PartCost) -> str:
     return f"{part.kind}[{part.axis}]"
 
 
-def _growth(part: PartCost | Cost) -> str:
-    if any(_unknown(part)):
+def _show_bytes_growth(part: PartCost | Cost) -> str:
+    if any(_count_calls_of_unknown_size(part)):
         return "unknown"
     growth = show_growth(part.before.nbytes, part.after.nbytes)
     # "<0.1 % fewer" would suggest that there are fewer calls, but there are more.
@@ -150,9 +161,9 @@ def _growth(part: PartCost | Cost) -> str:
     return "about as many" if is_more else growth
 
 
-def _sides(part: PartCost | Cost) -> str:
+def _show_bytes_change(part: PartCost | Cost) -> str:
     before, after = part.before, part.after
-    sides = show_nbytes_change(before.nbytes, after.nbytes, _unknown(part))
+    sides = show_nbytes_change(before.nbytes, after.nbytes, _count_calls_of_unknown_size(part))
     # Also print the number of calls if it grew and the bytes do not show that: either they did not
     # grow, or the average call is now less than half as large.
     is_split = after.count * before.nbytes > 2 * before.count * after.nbytes
@@ -162,19 +173,19 @@ def _sides(part: PartCost | Cost) -> str:
     return sides
 
 
-def _unknown(part: PartCost | Cost) -> tuple[int, int]:
+def _count_calls_of_unknown_size(part: PartCost | Cost) -> tuple[int, int]:
     """Return each side's calls of unknown size; 0 for a side that also has calls of known size."""
     before, after = (0 if side.nbytes else side.unsized for side in (part.before, part.after))
     return before, after
 
 
-def _whose(cost: Cost) -> str:
+def _describe_ranks_of_cost(cost: Cost) -> str:
     if not cost.ranks:
         return "per rank and step"
-    return f"per step on {_named(cost.ranks)}, the largest change"
+    return f"per step on {_name_ranks_briefly(cost.ranks)}, the largest change"
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _name_ranks_briefly(ranks: Sequence[int]) -> str:
     text = name_ranks(ranks)
     # A long list of ranks would fill the line.
     more = f"rank {ranks[0]} and {len(ranks) - 1} more"

@@ -1,25 +1,41 @@
-"""Build the text of failed comparisons; no other module decides how it looks."""
+"""A failed comparison, its text and its headline; no other module decides how they look."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
-from typing import Final
+from typing import Final, Literal, get_args
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.text.words import shorten
+from pytest_fsdp_comm.text.words import first_of, shorten, show_count
+
+Severity = Literal[
+    "ranks diverge", "breaks training", "change", "likely", "cost", "error", "rest", "note", "fix"
+]
+"""What a statement is about, in the order of all reports. ``error``: a line of an error, printed as
+it is. ``rest``: a change that is less important than those of the severity ``change``. ``fix``: how
+to change the test instead of accepting the change."""
 
 # The title of the section that is added to pytest's failure report.
 SECTION: Final = "comparison"
-LIKELY: Final = "  likely: "
-NOTE: Final = "  note: "
-CURE: Final = "  fix: "
-ACCEPT: Final = "  accept: "
-RECORD: Final = "  record it: "
-READ: Final = "  then read the file, and commit it with the test"
-"""Prefixes of the lines that do not describe a change: causes, notes, cures and commands."""
+NO_SNAPSHOT: Final = "no snapshot yet"
+"""The `Failure.problem` of a test whose snapshot does not exist yet."""
+
+_ORDER: Final[tuple[Severity, ...]] = get_args(Severity)
+_CHANGES: Final = frozenset[Severity]({"ranks diverge", "breaks training", "change"})
+_BREAKS: Final = "breaks training: "
+_MARKS: Final[dict[Severity, str]] = {
+    "breaks training": _BREAKS,
+    "likely": "likely: ",
+    "cost": "cost: ",
+    "note": "note: ",
+    "fix": "fix: ",
+}
+_UNNAMED: Final = frozenset[Severity]({"likely", "note", "fix"})
+_SERIOUS: Final = frozenset[Severity]({"ranks diverge", "breaks training"})
 
 # pytest prints an explanation within these limits in full. Outside CI, it truncates longer ones to
 # 8 lines or 640 characters, and adds a notice of 2 lines and 46 characters (pytest 9.2; 70 in 8.4).
@@ -30,192 +46,353 @@ MOST_CHARACTERS: Final = 660
 _MOST_COSTS: Final = 2
 # Minimum length of a shortened line.
 _SHORTEST_LINE: Final = 80
+_MOST_SUMMARIES: Final = 5
+
+# Matches names of several modules, as `fqn.name_owners` lists them, at the places where a statement
+# names the modules that it is about.
+_NAME: Final = r"(?:[^\s,:{}\[\]]|\{[^\s{}]*\})+"
+_NAMES: Final = re.compile(
+    rf"(?P<before>^(?:{_BREAKS})?(?:modules )?|\bof )"
+    rf"(?P<first>{_NAME})(?P<further>(?:, {_NAME})+)(?: and (?P<more>\d+) more)?"
+    r"(?=:| (?!->))"
+)
+# Matches the part of a statement up to its kind of call: ``layers.0 in forward: all_gather[dp]``.
+_KIND: Final = re.compile(rf"(?:{_BREAKS})?(?:.*?\w\[[^\]\s]+\]|.*?:(?: [a-z]\S*)?)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FailureText:
-    """The lines of one failed comparison."""
+class Statement:
+    """A sentence about a failed comparison."""
+
+    severity: Severity
+    text: str
+    place: str = ""
+    """The code that issues the calls, such as ``at train.py:7``; printed after `text`."""
+    causes: tuple[str, ...] = ()
+    """The likely causes of this change, which are also statements of their own."""
+    sites: tuple[str, ...] = ()
+    """The lines that new calls come from, as ``path:line``, for annotations."""
+    is_effect: bool = False
+    """Whether the change follows from changed parameters, which a tree describes better."""
+    value: str = ""
+    """The name of the compared value, if a test compared several and the name is needed."""
+
+    def __post_init__(self) -> None:
+        # Names in a snapshot may contain control characters.
+        for name in ("text", "place", "value"):
+            object.__setattr__(self, name, printable(getattr(self, name)))
+        object.__setattr__(self, "causes", tuple(map(printable, self.causes)))
+
+    @property
+    def marked_text(self) -> str:
+        """The text with its mark, without its place: ``breaks training: tree: lora: ...``."""
+        name = f"{self.value}: " if self.value else ""
+        return f"{_MARKS.get(self.severity, '')}{name}{self.text}"
+
+    @property
+    def summary(self) -> str:
+        """The text with its mark and likely causes."""
+        return "; likely: ".join((self.marked_text, *self.causes))
+
+    def line(self, most: int | None = None) -> str:
+        """Return the statement as it is printed, shortened if it is longer than `most`."""
+        if self.severity == "error":
+            return self.text if most is None else shorten(self.text, most)
+        place = f", {self.place}" if self.place else ""
+        text = self.marked_text
+        room = len(text) if most is None else most - len(place) - 2
+        return f"  {shorten_statement(text, room)}{place}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A failed comparison of one value, or of all values in an assertion.
+
+    Ranks and xdist workers send it to the pytest process with the test's report.
+    """
 
     head: str
+    heads: tuple[str, ...] = ()
+    """The first line of each value, if the values cannot share `head`; otherwise empty."""
     compared: str = ""
-    """``comm_mode`` or ``fsdp_tree``; empty if nothing was compared."""
+    """``comm_mode``, ``fsdp_tree`` or both; empty if nothing was compared."""
     snapshot: str = ""
     """The snapshot's path, relative to pytest's root; empty if nothing was compared."""
     scope: str = ""
     """The part of `head` about different torch versions or ignored sizes; usually empty."""
-    training: tuple[str, ...] = ()
-    """Changes that break training, worst first."""
-    cost: tuple[str, ...] = ()
-    changes: tuple[str, ...] = ()
-    """Changes that do not break training, most important first."""
-    summaries: tuple[str, ...] = ()
-    """A line for each change in `training`, then for each other model-wide change, with the likely
-    cause if it is known."""
-    sent: tuple[tuple[str, str], ...] = ()
-    """For each change whose call site is known: ``path:line`` and the text of the change."""
-    causes: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    cures: tuple[str, ...] = ()
-    """How to change the test instead of accepting the change."""
-    is_missing: bool = False
-    """Whether the snapshot does not exist yet."""
+    problem: str = ""
+    """Why values were not compared, for the headline; empty if all were compared."""
+    statements: tuple[Statement, ...] = ()
+    """All statements, sorted by severity; within a severity, the most important one first."""
+    command: str = ""
+    """The command that accepts the change, up to the test's name; empty if an update would fail."""
+    test: str = ""
+    """The test's name, quoted for a shell."""
 
     def __post_init__(self) -> None:
-        # Names in a snapshot may contain control characters.
         object.__setattr__(self, "head", printable(self.head))
-        for name in ("training", "cost", "changes", "causes", "notes"):
-            object.__setattr__(self, name, tuple(map(printable, getattr(self, name))))
+        ordered = sorted(self.statements, key=lambda entry: _ORDER.index(entry.severity))
+        object.__setattr__(self, "statements", tuple(ordered))
 
-    @classmethod
-    def of_text(cls, text: str) -> FailureText:
-        """Create a text from the message of an error that prevented the comparison."""
-        first, *further = text.splitlines()
-        return cls(head=first, changes=tuple(further))
+    def select(self, *severities: Severity) -> tuple[Statement, ...]:
+        """Return the statements of these severities."""
+        return tuple(entry for entry in self.statements if entry.severity in severities)
 
     @property
-    def differences(self) -> tuple[str, ...]:
-        """All changes and their cost, in the order that all reports use."""
-        return (*self.training, *self.cost, *self.changes)
+    def severity(self) -> Severity:
+        """The severity of the worst change; ``error`` if nothing was compared."""
+        return self.changes[0].severity if self.changes else "error"
+
+    @property
+    def changes(self) -> tuple[Statement, ...]:
+        """The changes that the headline and summaries name, without the rest."""
+        return self.select(*_CHANGES)
+
+    @property
+    def amounts(self) -> tuple[str, ...]:
+        """The texts that may differ between tests with the same change."""
+        return tuple(entry.summary for entry in (*self.changes, *self.select("cost")))
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether no snapshot exists yet, so that there is nothing to compare with."""
+        return self.problem == NO_SNAPSHOT and not self.changes
+
+    @property
+    def accept(self) -> str:
+        """The command that accepts the change; empty if an update would fail."""
+        return self.command and f"{self.command}{self.test}"
+
+    @property
+    def is_serious(self) -> bool:
+        """Whether the change makes training wrong."""
+        return self.severity in _SERIOUS
+
+    @property
+    def although(self) -> str:
+        """What to consider before accepting: ``, although it breaks training``; usually empty."""
+        return ", although it breaks training" if self.severity == "breaks training" else ""
+
+    @property
+    def rows(self) -> tuple[Statement, ...]:
+        """All statements except those about fixing the test."""
+        return tuple(entry for entry in self.statements if entry.severity != "fix")
 
     @property
     def body(self) -> tuple[str, ...]:
-        """All lines between `head` and `cures`, as they are printed."""
-        return (
-            *_named("", self, self.differences),
-            *(f"{LIKELY}{cause}" for cause in self.causes),
-            *(f"{NOTE}{note}" for note in self.notes),
-        )
+        """The lines of `rows`."""
+        return tuple(row.line() for row in self.rows)
 
     @property
     def lines(self) -> tuple[str, ...]:
-        return (self.head, *self.body, *(f"{CURE}{cure}" for cure in self.cures))
+        """All lines, except those about accepting the change."""
+        return (self.head, *self.heads, *self.body, *self.fixes)
 
-    def within(self, scope: str, cure: str = "") -> FailureText:
-        """Return a copy with `scope` at the end of its first line, and with one more `cure`."""
-        return replace(
-            self,
-            head=f"{self.head}, {scope}",
-            scope=", ".join(filter(None, (self.scope, scope))),
-            cures=(*self.cures, *([cure] if cure else [])),
+    @property
+    def fixes(self) -> tuple[str, ...]:
+        """The lines that say how to change the test."""
+        return tuple(entry.line() for entry in self.select("fix"))
+
+    @property
+    def accept_lines(self) -> tuple[str, ...]:
+        """The lines that say how to accept the change, or how to record the first snapshot."""
+        if not self.accept:
+            return ()
+        if self.is_missing:
+            read = "  then read the file, and commit it with the test"
+            return (f"  record it: {self.accept}", read)
+        return (f"  accept{self.although}: {self.accept}",)
+
+    @classmethod
+    def from_error(cls, text: str, problem: str = "") -> Failure:
+        """Create a failure from the message of an error that prevented the comparison."""
+        first, *further = text.splitlines()
+        statements = tuple(Statement(severity="error", text=line) for line in further)
+        return cls(head=first, statements=statements, problem=problem)
+
+
+def failure_sort_key(failure: Failure | None) -> int:
+    """Return a sort key that puts failures first if training is wrong; None is another failure."""
+    is_serious = failure is not None and failure.is_serious
+    return _ORDER.index(failure.severity) if failure and is_serious else len(_SERIOUS)
+
+
+def write_headline(failure: Failure) -> str:
+    """Return one line: the worst change and the number of others, or why nothing was compared."""
+    if not failure.changes:
+        return failure.problem
+    more = len(failure.changes) + len(failure.select("rest")) - 1
+    text = failure.changes[0].marked_text
+    text = f"{text}, {show_count(more, 'more change')}" if more else text
+    return f"{text}; {failure.problem}" if failure.problem else text
+
+
+def summarize_changes(failure: Failure) -> tuple[str, ...]:
+    """Return a line for each change, with its likely causes; if there is none, the headline."""
+    listed, more = first_of(failure.changes, _MOST_SUMMARIES)
+    more += len(failure.select("rest")) if listed else 0
+    lines = [*(entry.summary for entry in listed), *[show_count(more, "more change")] * bool(more)]
+    return (*lines, *filter(None, [failure.problem]))
+
+
+def join_failures(failures: Mapping[str, Failure], *, command: str, test: str) -> Failure:
+    """Join the failures of the values in one assertion, keyed by their names."""
+    if len(failures) == 1:
+        return replace(next(iter(failures.values())), command=command, test=test)
+    values = list(failures.values())
+    num_recordings = sum(value.compared == "comm_mode" for value in values)
+    named = []
+    trees = {name for name, value in failures.items() if value.compared == "fsdp_tree"}
+    # A tree repeats changes of the mesh and of the world size.
+    recorded = {
+        entry.text
+        for value in values
+        for entry in value.statements
+        if value.compared == "comm_mode"
+    }
+    # Recordings come before trees, because they matter more.
+    for name, value in sorted(failures.items(), key=lambda pair: pair[1].compared == "fsdp_tree"):
+        is_tree = value.compared == "fsdp_tree"
+        # The only recording needs no name.
+        label = "" if value.compared == "comm_mode" and num_recordings == 1 else name
+        named.append(
+            [
+                _add_name_to_statement(entry, name, label)
+                for entry in value.statements
+                if not (is_tree and entry.severity == "change" and entry.text in recorded)
+            ]
         )
+    # A tree often repeats what a recording says about the same modules: print that last.
+    texts = " ".join(recorded)
+
+    def is_repeated(entry: Statement) -> bool:
+        subject = entry.text.partition(": ")[0]
+        return entry.value in trees and (subject == "mesh" or subject in texts)
+
+    for entries in named:
+        entries.sort(key=lambda entry: (entry.is_effect, is_repeated(entry)))
+    # Take changes from all values in turn, so that each value has one of the first lines.
+    changes = [[entry for entry in entries if entry.severity == "change"] for entries in named]
+    changes.sort(key=lambda entries: all(entry.is_effect for entry in entries))
+    in_turn = [entry for row in zip_longest(*changes) for entry in row if entry is not None]
+    # Several values may have the same cause.
+    others = dict.fromkeys(
+        entry for entry in chain.from_iterable(named) if entry.severity != "change"
+    )
+    compared = " and ".join(dict.fromkeys(value.compared for value in values if value.compared))
+    problems = [f"{name}: {value.problem}" for name, value in failures.items() if value.problem]
+    is_same_problem = len({value.problem for value in values}) == 1
+    joined = Failure(
+        head=f"{len(values)} comparisons failed",
+        heads=tuple(f"  {name}: {value.head}" for name, value in failures.items()),
+        compared=compared,
+        problem=values[0].problem if is_same_problem else "; ".join(problems),
+        statements=(*others, *in_turn),
+        command=command,
+        test=test,
+    )
+    if not all(value.compared for value in values):
+        return joined
+    where = os.path.commonprefix([value.snapshot for value in values])  # noqa: RUF071  # a prefix of file names
+    scopes = dict.fromkeys(f", {value.scope}" for value in values if value.scope)
+    head = f"{compared} differ from {where.rstrip('.')} ({len(values)} files){''.join(scopes)}"
+    return replace(joined, head=head, heads=())
 
 
-def failure_lines(
-    texts: Mapping[str, FailureText], *, accept: str, everything: bool = False
-) -> tuple[str, ...]:
-    """Explain the failed comparisons of one assertion in up to 8 lines, or completely.
+def _add_name_to_statement(statement: Statement, name: str, label: str) -> Statement:
+    if statement.severity == "error":
+        return replace(statement, text=f"  {name}: {statement.text.strip()}")
+    # Causes, notes and fixes say themselves what they are about.
+    return replace(statement, value="" if statement.severity in _UNNAMED else label)
+
+
+def failure_lines(failure: Failure, *, everything: bool = False) -> tuple[str, ...]:
+    """Explain a failure in up to 8 lines, or completely.
 
     Args:
-        texts: The failed comparisons, keyed by value name; "" for a single value.
-        accept: The command that accepts the changes; may be empty.
+        failure: The failure of an assertion.
         everything: Whether to return all lines, because pytest will not truncate them.
     """
-    head = _head(texts)
-    is_several = len(texts) > 1
-    values = [(name if is_several else "", text) for name, text in texts.items()]
-    names_heads = is_several and not _share_head(texts)
-    first = [
-        line
-        for name, text in sorted(values, key=lambda value: _place(value[1]))
-        for line in _named(name, text, text.training)
-    ]
-    costs = [line for name, text in values for line in _named(name, text, text.cost)]
-    changes = _in_turn(
-        [_named(name, text, (*[text.head] * names_heads, *text.changes)) for name, text in values]
-    )
-    causes, notes, cures = (
-        [*dict.fromkeys(chain.from_iterable(getattr(text, name) for text in texts.values()))]
-        for name in ("causes", "notes", "cures")
-    )
-    tail = [f"{CURE}{cure}" for cure in cures]
-    if accept and all(text.is_missing for text in texts.values()):
-        tail += [f"{RECORD}{accept}", READ]
-    elif accept:
-        tail += [f"{ACCEPT}{accept}"]
-    likely = [f"{LIKELY}{cause}" for cause in causes]
     # Errors are never shortened.
-    is_fitted = any(text.compared or text.is_missing for text in texts.values())
-    if everything or not is_fitted:
-        noted = (f"{NOTE}{note}" for note in notes)
-        return (head, *first, *costs, *changes, *likely, *noted, *tail)
-    rows, further = [*first, *costs[:_MOST_COSTS], *changes], costs[_MOST_COSTS:]
-    has_changes = any(text.compared for text in texts.values())
-    least = min(len(texts), len(rows))
+    if everything or not (failure.compared or failure.is_missing):
+        return (*failure.lines, *failure.accept_lines)
+    head, tail = (failure.head, *failure.heads), (*failure.fixes, *failure.accept_lines)
+    rows = failure.rows
+    kept = _sort_by_importance(failure)
+    least = min(len(kept), 1 + bool(failure.select("likely")))
     lines: list[str] = []
     # Print only as many rows as fit, because pytest would cut off the command, which comes last.
-    for num_rows in range(len(rows), least - 1, -1):
-        hidden = rows[num_rows:] and [*rows[num_rows:], *further]
+    for num_kept in range(len(kept), least - 1, -1):
+        hidden = [rows[index].severity for index in kept[num_kept:]]
         # Do not hide a single row, because "... and 1 more" would take up a line itself.
-        if len(hidden) == 1 and num_rows > least:
+        if len(hidden) == 1 and num_kept > least:
             continue
-        noun = "changes" if has_changes and not set(hidden) & set(costs) else "lines"
+        noun = "changes" if {*hidden} <= {*_CHANGES, "rest"} else "lines"
         more = [f"  ... and {len(hidden)} more {noun} (-vv)"] if hidden else []
-        end = [*more, *likely[:1], *tail]
-        if 1 + num_rows + len(end) > MOST_LINES:
+        if len(head) + num_kept + len(more) + len(tail) > MOST_LINES and num_kept > least:
             continue
-        # Lines about training are never shortened.
-        training, further_rows = rows[: min(num_rows, len(first))], rows[len(first) : num_rows]
-        room = MOST_CHARACTERS - sum(map(len, (head, *training, *end)))
-        lines = [head, *training, *_fitted(further_rows, room), *end]
+        room = MOST_CHARACTERS - sum(map(len, (*head, *more, *tail)))
+        shown = [rows[index] for index in sorted(kept[:num_kept])]
+        lines = [*head, *_fit_rows(shown, room), *more, *tail]
         if sum(map(len, lines)) <= MOST_CHARACTERS:
             break
     return tuple(lines)
 
 
-def _fitted(lines: Sequence[str], room: int) -> Sequence[str]:
-    """Shorten the longest lines until all fit into `room`, unless they would become too short."""
-    longest = max(map(len, lines), default=0)
-    for most in range(longest, _SHORTEST_LINE - 1, -1):
-        if sum(min(len(line), most) for line in lines) <= room:
-            return [_cut_before_place(line, most) for line in lines]
-    return lines
-
-
-def _cut_before_place(line: str, most: int) -> str:
-    """Shorten a line, but keep the call site at its end, if there is one."""
-    word = " called from " if " called from " in line else " at "
-    text, at, place = line.rpartition(word)
-    room = most - len(at) - len(place)
-    return f"{shorten(text, room)}{at}{place}" if room > most // 2 else shorten(line, most)
-
-
-def summary_lines(texts: Iterable[FailureText]) -> tuple[str, ...]:
-    """Join the summaries of several comparisons, in the order that all reports use."""
-    ordered = sorted(texts, key=_place)
-    return (
-        *(line for text in ordered for line in text.summaries[: len(text.training)]),
-        *(line for text in ordered for line in text.summaries[len(text.training) :]),
+def _sort_by_importance(failure: Failure) -> list[int]:
+    """Return indices of `Failure.rows`; a short text omits the last ones first."""
+    rows = failure.rows
+    texts = [row.text for row in failure.select("likely")]
+    cause = [*(failure.changes[0].causes if failure.changes else ()), *texts][:1]
+    changes, costs = (
+        [index for index, row in enumerate(rows) if row.severity == severity]
+        for severity in ("change", "cost")
     )
 
+    def importance(index: int) -> int:
+        row = rows[index]
+        if index == 0:
+            return 0
+        if row.severity == "likely" and row.text in cause:
+            return 1
+        if row.severity in _SERIOUS or index in changes[:2]:
+            return 2
+        if index in costs[:_MOST_COSTS]:
+            # The total is more important than a third change, its parts are less important.
+            return 3 if index == costs[0] else 5
+        return 4 if row.severity == "change" else 6
 
-def _place(text: FailureText) -> bool:
-    """Return the sort key that puts recordings before trees, because they matter more."""
-    return text.compared == "fsdp_tree"
-
-
-def _head(texts: Mapping[str, FailureText]) -> str:
-    if len(texts) == 1:
-        return next(iter(texts.values())).head
-    if not _share_head(texts):
-        return f"{len(texts)} comparisons failed"
-    names = " and ".join(dict.fromkeys(text.compared for text in texts.values()))
-    where = os.path.commonprefix([text.snapshot for text in texts.values()])  # noqa: RUF071  # a prefix of file names
-    scopes = dict.fromkeys(f", {text.scope}" for text in texts.values() if text.scope)
-    return f"{names} differ from {where.rstrip('.')} ({len(texts)} files){''.join(scopes)}"
-
-
-def _share_head(texts: Mapping[str, FailureText]) -> bool:
-    """Return whether all comparisons found a difference, so that they can share a first line."""
-    return all(text.compared for text in texts.values())
+    return sorted(range(len(rows)), key=importance)
 
 
-def _named(name: str, text: FailureText, lines: Iterable[str]) -> list[str]:
-    if name:
-        return [f"  {name}: {line.strip()}" for line in lines]
-    # The lines of an error are already indented.
-    return [f"  {line}" if text.compared else line for line in lines]
+def _fit_rows(rows: Sequence[Statement], room: int) -> list[str]:
+    """Shorten the longest lines until all fit into `room`, unless they would become too short."""
+    complete = [row.line() for row in rows]
+    for most in range(max(map(len, complete), default=0), _SHORTEST_LINE - 1, -1):
+        # Causes, and lines about training, are never shortened.
+        lines = [row.line(None if row.severity in {*_SERIOUS, "likely"} else most) for row in rows]
+        if sum(map(len, lines)) <= room:
+            return lines
+    return complete
 
 
-def _in_turn(values: Sequence[Sequence[str]]) -> list[str]:
-    """Interleave the lines of all values: first lines, then second lines, and so on."""
-    return [line for lines in zip_longest(*values) for line in lines if line is not None]
+def shorten_statement(text: str, most: int) -> str:
+    """Shorten a line to about `most` characters, but keep its phase and kind, and whole names."""
+    if len(text) <= most:
+        return text
+    # A long list of modules would hide what happens to them.
+    text = _NAMES.sub(_keep_first_name, text, count=1)
+    if len(text) <= most:
+        return text
+    kind = _KIND.match(text)
+    least = kind.end() if kind else 0
+    # Cut between words, because names have no spaces.
+    beginning = text[: max(most - len("..."), 0) + 1].rpartition(" ")[0]
+    beginning = beginning if len(beginning) > least else text[:least] or text.partition(" ")[0]
+    beginning = beginning.rstrip(",;:")
+    return text if len(beginning) + len("...") >= len(text) else f"{beginning}..."
+
+
+def _keep_first_name(match: re.Match[str]) -> str:
+    more = match["further"].count(", ") + int(match["more"] or 0)
+    return f"{match['before']}{match['first']} and {more} more"

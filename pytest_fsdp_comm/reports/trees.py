@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final
 
+from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.text.fqn import escape, fold_fqns
 from pytest_fsdp_comm.text.words import show_nbytes
 from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
@@ -176,7 +177,7 @@ def render_tree(tree: ShardTree) -> str:
         drawn.append(row.rstrip())
     for finding in tree.findings:
         drawn += ["", str(finding)]
-    return "\n".join([summary_words(tree), "", *drawn])
+    return printable("\n".join([summary_words(tree), "", *drawn]), "\n")
 
 
 def _row_lines(row: TreeRow) -> Iterator[_Line]:

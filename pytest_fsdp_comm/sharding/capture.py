@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -13,8 +14,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import RecordingError
-from pytest_fsdp_comm.recording.mesh_axes import current_world
+from pytest_fsdp_comm.recording.mesh_axes import rank_size_and_backend
 from pytest_fsdp_comm.sharding.readers import fsdp2_meshes, read_ddp, read_fsdp1, read_fsdp2
 from pytest_fsdp_comm.sharding.units import (
     AxisNames,
@@ -22,7 +24,7 @@ from pytest_fsdp_comm.sharding.units import (
     ReadUnit,
     Slot,
     Visit,
-    describe,
+    describe_parameter,
     dtensor_meshes,
     read_placements,
     visit_modules,
@@ -33,6 +35,7 @@ from pytest_fsdp_comm.tree.findings.rules import find
 from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
 
 
+@upstream.private_names("a class or module that fsdp_tree reads")
 def capture_tree(
     model: nn.Module | Sequence[nn.Module], findings: FindingSettings | None = None
 ) -> ShardTree:
@@ -44,7 +47,7 @@ def capture_tree(
     units += read_ddp(visit, axes, managed)
     units.sort(key=lambda read: read.unit.modules[0])
     parameters, by_slot = _collect_parameters(visit, units, axes)
-    rank, world_size, backend = current_world()
+    rank, world_size, backend = rank_size_and_backend()
     meta = sum(parameter.device == "meta" for parameter in parameters)
     on_meta = f"{meta} of {len(parameters)} parameters are on the meta device and hold no data yet"
     tree = ShardTree(
@@ -55,7 +58,7 @@ def capture_tree(
         mesh_axes=axes.used,
         modules=tuple(visit.nodes),
         parameters=parameters,
-        units=tuple(_settle_units(units, by_slot)),
+        units=tuple(_resolve_unit_references(units, by_slot)),
         notes=(on_meta,) if meta else (),
     )
     return replace(tree, findings=find(tree, findings or FindingSettings()))
@@ -71,12 +74,17 @@ def _collect_parameters(
         for slot in entry.slots
     }
     by_tensor: dict[int, tuple[int | None, ReadParameter, list[Slot]]] = {}
-    for slot, tensor in _slots(visit, managers):
+    for slot, tensor in _list_slots_with_tensors(visit, managers):
         number, managed = managers.get(slot, (None, None))
         key = id(managed or tensor)
         if key not in by_tensor:
-            by_tensor[key] = (number, managed or _read_loose(tensor, visit, slot, axes), [])
+            by_tensor[key] = (
+                number,
+                managed or _read_unmanaged_parameter(tensor, visit, slot, axes),
+                [],
+            )
         by_tensor[key][2].append(slot)
+    unfilled = _count_unfilled([entry for _, entry, _ in by_tensor.values()])
     by_slot: dict[Slot, int] = {}
     origins: dict[object, int] = {}
     parameters = []
@@ -84,7 +92,7 @@ def _collect_parameters(
         slots = unordered
         if len(slots) > 1:  # only the slots of tied parameters are sorted by FQN
             slots = sorted(
-                slots, key=lambda slot: natural_key(f"{_path(visit, slot[0])}.{slot[1]}")
+                slots, key=lambda slot: natural_key(f"{_module_path(visit, slot[0])}.{slot[1]}")
             )
         by_slot.update(dict.fromkeys(slots, index))
         first = index if entry.origin is None else origins.setdefault(entry.origin, index)
@@ -97,12 +105,30 @@ def _collect_parameters(
                 tied=tuple(tied),
                 unit=unit,
                 split_from=None if first == index else first,
+                nbytes_unfilled=unfilled.get(index, 0),
             )
         )
     return tuple(parameters), by_slot
 
 
-def _slots(
+def _count_unfilled(entries: Sequence[ReadParameter]) -> dict[int, int]:
+    """Count the bytes of storages that no parameter fills, for the first parameter of each."""
+    # Parameters can share a storage: flat buffers, fused weights, a parameter tied as a view.
+    filled: Counter[int] = Counter()
+    first: dict[int, int] = {}
+    for index, entry in enumerate(entries):
+        if entry.storage is not None:
+            key = entry.storage._cdata  # `data_ptr` is 0 on the meta device
+            filled[key] += entry.nbytes_filled
+            first.setdefault(key, index)
+    return {
+        index: storage.nbytes() - filled[key]
+        for key, index in first.items()
+        if (storage := entries[index].storage) is not None and storage.nbytes() > filled[key]
+    }
+
+
+def _list_slots_with_tensors(
     visit: Visit, managers: dict[Slot, tuple[int, ReadParameter]]
 ) -> Iterator[tuple[Slot, Any]]:
     """Yield slots in registration order, each with its tensor, or None if only the unit has it."""
@@ -120,42 +146,46 @@ def _slots(
             yield (index, name), None
 
 
-def _read_loose(tensor: Any, visit: Visit, slot: Slot, axes: AxisNames) -> ReadParameter:
+def _read_unmanaged_parameter(
+    tensor: torch.Tensor, visit: Visit, slot: Slot, axes: AxisNames
+) -> ReadParameter:
     if isinstance(tensor, UninitializedParameter):
         index, name = slot
         raise RecordingError(
             f"fsdp_tree found a parameter without a shape: {name} of module "
-            f"{_path(visit, index)} is still lazy; run the model once before you shard it"
+            f"{_module_path(visit, index)} is still lazy; run the model once before you shard it"
         )
     placements = read_placements(tensor, axes) if isinstance(tensor, DTensor) else ()
     # FSDP2 marks each tensor that it shards (in torch 2.13, not in 2.7). If such a tensor is still
     # registered in another module, the mark shows that the two parameters were tied.
-    return describe(tensor, placements, origin=getattr(tensor, "_fsdp_orig_uid", None))
+    return describe_parameter(tensor, placements, origin=getattr(tensor, "_fsdp_orig_uid", None))
 
 
-def _path(visit: Visit, index: int) -> str:
+def _module_path(visit: Visit, index: int) -> str:
     names = [visit.nodes[at].name for at in (*reversed([*visit.ancestors(index)]), index)]
     return ".".join(names[1:]) or ROOT_TEXT
 
 
-def _settle_units(units: Sequence[ReadUnit], by_slot: dict[Slot, int]) -> Iterator[ShardUnit]:
+def _resolve_unit_references(
+    units: Sequence[ReadUnit], by_slot: dict[Slot, int]
+) -> Iterator[ShardUnit]:
     numbers: dict[int, list[int]] = {}
     for number, unit in enumerate(units):
         numbers.setdefault(id(unit.state), []).append(number)
 
-    def named(states: tuple[object, ...]) -> tuple[int, ...]:
+    def number_states(states: tuple[object, ...]) -> tuple[int, ...]:
         return tuple(number for state in states for number in numbers.get(id(state), ()))
 
     for read in units:
         yield replace(
             read.unit,
             parameters=tuple(by_slot[slot] for entry in read.managed for slot in entry.slots[:1]),
-            forward_prefetch=named(read.forward_prefetch),
-            backward_prefetch=named(read.backward_prefetch),
+            forward_prefetch=number_states(read.forward_prefetch),
+            backward_prefetch=number_states(read.backward_prefetch),
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class WrapExpectation:
     """The modules that an auto-wrap policy would wrap, and the actual units, both without roots."""
 
@@ -186,13 +216,16 @@ class WrapExpectation:
         ]
         return "; ".join(parts) or f"all {len(self.expected)} expected modules are wrapped"
 
+    def __repr__(self) -> str:
+        return f"<{self}>"  # pytest shows it if `assert fsdp_tree.expect(...)` fails
 
-def expect_units(model: nn.Module | Sequence[nn.Module], policy: Any) -> WrapExpectation:
+
+def expect_units(model: nn.Module | Sequence[nn.Module], policy: object) -> WrapExpectation:
     """Compare the units of `model`, or of its parts, with those that a policy would create."""
     visit = visit_modules(model)
     tree = capture_tree(model)
     roots = {index for index, node in enumerate(visit.nodes) if node.parent is None}
-    chosen = _chosen(visit, tree.parameters, model, policy) - roots
+    chosen = _choose_modules(visit, tree.parameters, model, policy) - roots
     units = {module for unit in tree.units for module in unit.modules} - roots
     return WrapExpectation(
         expected=tuple(tree.module_fqn(index) for index in sorted(chosen)),
@@ -200,8 +233,8 @@ def expect_units(model: nn.Module | Sequence[nn.Module], policy: Any) -> WrapExp
     )
 
 
-def _chosen(
-    visit: Visit, parameters: Any, model: nn.Module | Sequence[nn.Module], policy: Any
+def _choose_modules(
+    visit: Visit, parameters: object, model: nn.Module | Sequence[nn.Module], policy: Any
 ) -> set[int]:
     if isinstance(policy, (set, frozenset)):
         policy = ModuleWrapPolicy(policy)
@@ -221,10 +254,10 @@ def _chosen(
             "module, recurse and nonwrapped_numel, or a set of module classes), got "
             f"{type(policy).__name__}"
         )
-    return _run_callable(visit, parameters, policy)
+    return _choose_by_callable(visit, parameters, policy)
 
 
-def _run_callable(visit: Visit, parameters: Any, policy: Callable[..., bool]) -> set[int]:
+def _choose_by_callable(visit: Visit, parameters: Any, policy: Callable[..., bool]) -> set[int]:
     """Return the indices of the modules that torch's ``fsdp.wrap._recursive_wrap`` would wrap."""
     numels = [0] * len(visit.nodes)
     for parameter in parameters:

@@ -17,6 +17,7 @@
 # FullyShardedDataParallel: _handle, _is_root, _inter_node_pg, process_group; FlatParamHandle:
 # flat_param, uses_sharded_strategy, _fwd_bwd_param_dtype, _orig_param_dtype; FlatParameter:
 # _param_infos, _shared_param_infos, _shapes, _numels, _shard_param_infos, _sharded_size, _params.
+# DistributedDataParallel: _delay_all_reduce_params.
 
 from __future__ import annotations
 
@@ -36,10 +37,11 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
+from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.recording.operations import joined_dtypes
 from pytest_fsdp_comm.recording.owners.fsdp import groups_of_state
-from pytest_fsdp_comm.recording.owners.module_names import replicated_over
+from pytest_fsdp_comm.recording.owners.module_names import find_replicating_group
 from pytest_fsdp_comm.sharding.units import (
     UNGATHERED,
     AxisNames,
@@ -47,9 +49,8 @@ from pytest_fsdp_comm.sharding.units import (
     ReadUnit,
     Slot,
     Visit,
-    describe,
+    describe_parameter,
     dtype_name,
-    private_names,
     read_placements,
     replicate,
 )
@@ -58,7 +59,7 @@ from pytest_fsdp_comm.tree.model import AxisPlacement, Precision, ShardUnit, Uni
 _RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
-@private_names("FSDP2")
+@upstream.private_names("FSDP2 that fsdp_tree reads")
 def fsdp2_states(visit: Visit) -> list[tuple[FSDPModule, Any]]:
     """Return each FSDP2 state with its first module, in registration order."""
     states: dict[int, tuple[FSDPModule, Any]] = {}
@@ -69,21 +70,21 @@ def fsdp2_states(visit: Visit) -> list[tuple[FSDPModule, Any]]:
     return list(states.values())
 
 
-@private_names("FSDP2")
+@upstream.private_names("FSDP2 that fsdp_tree reads")
 def fsdp2_meshes(visit: Visit) -> list[DeviceMesh]:
     """Return the meshes of all FSDP2 units."""
     states = [state for _, state in fsdp2_states(visit)]
     return [group.mesh_info.mesh for state in states for group in groups_of_state(state)]
 
 
-@private_names("FSDP2")
+@upstream.private_names("FSDP2 that fsdp_tree reads")
 def read_fsdp2(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
     """Read the units of FSDP2 and of its ``replicate``, in registration order."""
     states: list[tuple[UnitKind, Any, tuple[int, ...]]] = []
     kinds_of: dict[int, set[UnitKind]] = {}
     for module, state in fsdp2_states(visit):
         kind: UnitKind = "replicate" if type(module).__name__.startswith("Replicate") else "fsdp2"
-        ids = [id(member) for member in getattr(state, "_modules", ()) or (module,)]
+        ids = [id(member) for member in state._modules or (module,)]
         # Skip modules outside the tree.
         inside = dict.fromkeys(visit.index_of[key] for key in ids if key in visit.index_of)
         states.append((kind, state, tuple(inside)))
@@ -95,13 +96,15 @@ def read_fsdp2(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
         is_root = not below if state._is_root is None else bool(state._is_root)
         unit = replace(UNGATHERED, kind=kind, modules=members, is_root=is_root)
         groups = groups_of_state(state)
-        units += [_read_group(unit, state, group, visit, axes) for group in groups]
+        units += [_read_fsdp2_group(unit, state, group, visit, axes) for group in groups]
         if not groups:
             units.append(ReadUnit(unit=unit, managed=(), state=state))
     return units
 
 
-def _read_group(unit: ShardUnit, state: Any, group: Any, visit: Visit, axes: AxisNames) -> ReadUnit:
+def _read_fsdp2_group(
+    unit: ShardUnit, state: Any, group: Any, visit: Visit, axes: AxisNames
+) -> ReadUnit:
     info = group.mesh_info
     shard_dim, replicate_dim = info.shard_mesh_dim, info.replicate_mesh_dim
     gathered = whole = 0
@@ -118,8 +121,10 @@ def _read_group(unit: ShardUnit, state: Any, group: Any, visit: Visit, axes: Axi
     can_sum = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
     unit = replace(
         unit,
-        shard_axis=None if shard_dim is None else axes.of_mesh(info.mesh, shard_dim),
-        replicate_axis=None if replicate_dim is None else axes.of_mesh(info.mesh, replicate_dim),
+        shard_axis=None if shard_dim is None else axes.axis_of_mesh(info.mesh, shard_dim),
+        replicate_axis=None
+        if replicate_dim is None
+        else axes.axis_of_mesh(info.mesh, replicate_dim),
         reshard_after_forward=_reshard_after_forward(state, group, unit.is_root),
         precision=_precision(group),
         offload=isinstance(group.offload_policy, CPUOffloadPolicy),
@@ -135,7 +140,7 @@ def _read_group(unit: ShardUnit, state: Any, group: Any, visit: Visit, axes: Axi
     )
     return ReadUnit(
         unit=unit,
-        managed=tuple(_read_param(param, visit, axes) for param in group.fsdp_params),
+        managed=tuple(_read_fsdp2_parameter(param, visit, axes) for param in group.fsdp_params),
         state=state,
         forward_prefetch=tuple(state._states_to_forward_prefetch),
         backward_prefetch=tuple(state._states_to_backward_prefetch),
@@ -157,7 +162,7 @@ def _reshard_after_forward(state: Any, group: Any, is_root: bool) -> bool | int 
 
 
 def _precision(group: Any) -> Precision:
-    policies = [_policy(param, group) for param in group.fsdp_params]
+    policies = [_find_precision_policy(param, group) for param in group.fsdp_params]
     # torch 2.15's param_dtype_override_fn may choose a different param_dtype for each parameter.
     policy = policies[0]
     dtype = dtype_name(policy.param_dtype)
@@ -171,18 +176,18 @@ def _precision(group: Any) -> Precision:
     )
 
 
-def _policy(param: Any, group: Any) -> Any:
+def _find_precision_policy(param: torch.Tensor, group: Any) -> Any:
     """Return the mixed-precision policy; torch 2.15 moved it from the group to its parameters."""
     return getattr(param, "mp_policy", None) or group.mp_policy
 
 
-def _gather_dtype(param: Any, group: Any) -> torch.dtype:
+def _gather_dtype(param: Any, group: object) -> torch.dtype:
     original: torch.dtype = param.sharded_param.dtype
-    policy = _policy(param, group)
+    policy = _find_precision_policy(param, group)
     return (policy.param_dtype if original.is_floating_point else None) or original
 
 
-def _read_param(param: Any, visit: Visit, axes: AxisNames) -> ReadParameter:
+def _read_fsdp2_parameter(param: Any, visit: Visit, axes: AxisNames) -> ReadParameter:
     info = param._module_info
     registrations = [
         (info.module, info.param_name),
@@ -196,10 +201,10 @@ def _read_param(param: Any, visit: Visit, axes: AxisNames) -> ReadParameter:
     tensor = registered if is_sharded and registered is not None else param.sharded_param
     origin = getattr(param, "_orig_param_uid", None)
     placements = read_placements(tensor, axes)
-    return describe(tensor, placements, slots=visit.slots(registrations), origin=origin)
+    return describe_parameter(tensor, placements, slots=visit.slots(registrations), origin=origin)
 
 
-@private_names("FSDP1")
+@upstream.private_names("FSDP1 that fsdp_tree reads")
 def read_fsdp1(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
     """Read the units of FSDP1, in registration order."""
     states = [layer for layer in visit.layers() if isinstance(layer[1], FullyShardedDataParallel)]
@@ -208,28 +213,30 @@ def read_fsdp1(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
     units: list[ReadUnit] = []
     for index, wrapper in states:
         above = next((wrappers[up] for up in visit.ancestors(index) if up in wrappers), None)
-        units.append(_read_unit(index, wrapper, above, visit, axes))
+        units.append(_read_fsdp1_unit(index, wrapper, above, visit, axes))
     return units
 
 
-def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNames) -> ReadUnit:
+def _read_fsdp1_unit(
+    index: int, wrapper: Any, above: object, visit: Visit, axes: AxisNames
+) -> ReadUnit:
     handle = wrapper._handle
     is_root = above is None if wrapper._is_root is None else bool(wrapper._is_root)
     strategy = wrapper.sharding_strategy
-    axis = axes.of_group(wrapper.process_group)
+    axis = axes.axis_of_group(wrapper.process_group)
     is_sharded = strategy is not ShardingStrategy.NO_SHARD
     shard_axis = axis if is_sharded else None
     replicate_axis = None if is_sharded else axis
     # With NO_SHARD, FSDP1 reduces only over `process_group`, and ignores `_inter_node_pg`.
     if is_sharded and getattr(wrapper, "_inter_node_pg", None) is not None:
-        replicate_axis = axes.of_group(wrapper._inter_node_pg)
+        replicate_axis = axes.axis_of_group(wrapper._inter_node_pg)
     placements = [] if replicate_axis is None else [replicate(replicate_axis)]
     if shard_axis is not None:
         placements.append(replace(replicate(shard_axis), kind="flat_shard", text="FlatShard()"))
     managed: tuple[ReadParameter, ...] = ()
     gathered = padding = nbytes_kept = 0
     if handle is not None:
-        managed = tuple(_read_params(handle, tuple(placements), visit))
+        managed = tuple(_read_fsdp1_parameters(handle, tuple(placements), visit))
         shard_numel = handle.flat_param._sharded_size.numel()
         if shard_axis is not None:
             itemsize = handle._fwd_bwd_param_dtype.itemsize
@@ -256,7 +263,7 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
         ),
         offload=bool(wrapper.cpu_offload.offload_params),
         prefetch=" ".join(prefetch),
-        precision_overrides=_overrides(wrapper, above),
+        precision_overrides=_list_precision_overrides(wrapper, above),
         nbytes_gathered=gathered,
         nbytes_padding=padding,
         nbytes_kept=nbytes_kept,
@@ -264,7 +271,7 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
     return ReadUnit(unit=unit, managed=managed, state=wrapper)
 
 
-def _overrides(wrapper: Any, above: Any) -> tuple[str, ...]:
+def _list_precision_overrides(wrapper: Any, above: Any) -> tuple[str, ...]:
     """Return a module's class if auto-wrap made it a unit only to keep it in full precision."""
     # Ignore batch norms, because torch excludes them by default.
     if above is None or wrapper.mixed_precision.param_dtype is not None:
@@ -279,7 +286,7 @@ def _overrides(wrapper: Any, above: Any) -> tuple[str, ...]:
     return (printable(type(wrapper.module).__name__),) if is_chosen else ()
 
 
-def _read_params(
+def _read_fsdp1_parameters(
     handle: Any, placements: tuple[AxisPlacement, ...], visit: Visit
 ) -> Iterator[ReadParameter]:
     flat = handle.flat_param
@@ -295,7 +302,7 @@ def _read_params(
         shard = flat._shard_param_infos[number]
         original = flat if flat._params is None else flat._params[number]
         slots = visit.slots([(info.module, info.param_name), *same])
-        entry = describe(original, placements, slots=slots)
+        entry = describe_parameter(original, placements, slots=slots)
         node = replace(
             entry.node,
             shape=shape,
@@ -310,19 +317,21 @@ def _read_params(
 def read_ddp(visit: Visit, axes: AxisNames, managed: set[Slot]) -> Iterator[ReadUnit]:
     """Yield a unit for each replicated module, without the parameters that `managed` contains."""
     for index, layer in visit.layers():
-        group = replicated_over(layer)
+        group = find_replicating_group(layer)
         if group is not None:
-            axis = axes.of_group(group)
-            ignored: set[str] = getattr(layer, "parameters_to_ignore", set())
-            entries = tuple(_read_replicated(index, visit, axis, managed, ignored))
+            axis = axes.axis_of_group(group)
+            entries = tuple(_read_replicated(index, layer, visit, axis, managed))
             nbytes = sum(entry.node.local_numel * entry.node.itemsize for entry in entries)
             unit = replace(UNGATHERED, modules=(index,), replicate_axis=axis, nbytes_kept=nbytes)
             yield ReadUnit(unit=unit, managed=entries, state=layer)
 
 
 def _read_replicated(
-    top: int, visit: Visit, axis: Any, managed: set[Slot], ignored: set[str]
+    top: int, layer: nn.Module, visit: Visit, axis: Any, managed: set[Slot]
 ) -> Iterator[ReadParameter]:
+    ignored: set[str] = getattr(layer, "parameters_to_ignore", set())
+    # The reducer ignores parameters whose reduction is delayed, but DDP reduces them.
+    delayed = {id(value) for value in getattr(layer, "_delay_all_reduce_params", ())}
     base = {top: ""}
     slots_of: dict[int, tuple[nn.Parameter, list[Slot]]] = {}
     # Parents come before their children, so a single pass covers the subtree.
@@ -333,7 +342,9 @@ def _read_replicated(
             base[index] = f"{base[node.parent]}{node.name}."
         for name, parameter in visit.modules[index]._parameters.items():
             slot = (index, name)
-            if parameter is not None and slot not in managed and base[index] + name not in ignored:
+            if parameter is None or slot in managed:
+                continue
+            if base[index] + name not in ignored or id(parameter) in delayed:
                 slots_of.setdefault(id(parameter), (parameter, []))[1].append(slot)
     for parameter, slots in slots_of.values():
-        yield describe(parameter, (replicate(axis),), slots=tuple(slots))
+        yield describe_parameter(parameter, (replicate(axis),), slots=tuple(slots))

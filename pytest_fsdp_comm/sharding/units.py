@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -19,11 +20,14 @@ from torch.distributed.tensor.placement_types import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.mesh import MeshAxis, axis_of, merge_axes
 from pytest_fsdp_comm.errors import RecordingError, printable
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames
-from pytest_fsdp_comm.recording.owners.module_names import WRAPPER_SEGMENTS, has_forward, parts_of
+from pytest_fsdp_comm.recording.owners.module_names import (
+    WRAPPER_SEGMENTS,
+    has_forward,
+    read_model_parts,
+)
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT
 from pytest_fsdp_comm.tree.model import (
     AxisPlacement,
@@ -74,7 +78,7 @@ def visit_modules(model: object) -> Visit:
     """Return the modules of `model`, or of its parts, in registration order, parents first."""
     # As in `named_modules`, a module that is registered several times has its children only at its
     # first place; its other places are aliases.
-    roots = parts_of(model, given_to="fsdp_tree")
+    roots = read_model_parts(model, given_to="fsdp_tree")
     nodes: list[ModuleNode] = []
     modules: list[nn.Module] = []
     all_wrappers: list[tuple[nn.Module, ...]] = []
@@ -82,7 +86,7 @@ def visit_modules(model: object) -> Visit:
     pending: list[tuple[nn.Module, int | None, str]] = [(root, None, "") for root in roots[::-1]]
     while pending:
         outer, parent, name = pending.pop()
-        wrappers, inner = _unwrap(outer)
+        wrappers, inner = _split_off_wrappers(outer)
         missing = [attr for attr in ("_modules", "_parameters") if attr not in vars(inner)]
         if missing:
             raise RecordingError(
@@ -122,7 +126,7 @@ def class_name(module: nn.Module) -> str:
     return printable(cls.__name__)
 
 
-def _unwrap(module: nn.Module) -> tuple[tuple[nn.Module, ...], nn.Module]:
+def _split_off_wrappers(module: nn.Module) -> tuple[tuple[nn.Module, ...], nn.Module]:
     wrappers: list[nn.Module] = []
     while True:
         children: dict[str, nn.Module | None] = module.__dict__.get("_modules", {})
@@ -157,14 +161,14 @@ class AxisNames:
     def used(self) -> tuple[MeshAxis, ...]:
         return merge_axes(self._used)
 
-    def of_mesh(self, mesh: DeviceMesh, dim: int) -> MeshAxis:
+    def axis_of_mesh(self, mesh: DeviceMesh, dim: int) -> MeshAxis:
         if not mesh.mesh_dim_names:
-            return self.of_group(mesh.get_group(dim))
+            return self.axis_of_group(mesh.get_group(dim))
         axis = axis_of(printable(mesh.mesh_dim_names[dim]), _ranks_along(mesh, dim))
         self._used.add(axis)
         return axis
 
-    def of_group(self, group: dist.ProcessGroup) -> MeshAxis:
+    def axis_of_group(self, group: dist.ProcessGroup) -> MeshAxis:
         axis = self._groups.axis(self._groups.note(group))
         self._used.add(axis)
         return axis
@@ -197,7 +201,7 @@ def read_placements(tensor: DTensor, axes: AxisNames) -> tuple[AxisPlacement, ..
     """Return the placement of a DTensor on each axis of its mesh."""
     mesh = tensor.device_mesh
     return tuple(
-        _axis_placement(placement, axes.of_mesh(mesh, dim), tensor.ndim)
+        _axis_placement(placement, axes.axis_of_mesh(mesh, dim), tensor.ndim)
         for dim, placement in enumerate(tensor.placements)
     )
 
@@ -231,6 +235,10 @@ class ReadParameter:
     """The parameter's slots, starting with the one that its unit uses; empty without a unit."""
     origin: object = None
     """A key shared by parameters that were one tensor before sharding; None if unknown."""
+    storage: torch.UntypedStorage | None = None
+    """The storage of the local tensor; None if it is no ordinary tensor."""
+    nbytes_filled: int = 0
+    """Bytes of the storage that the parameter fills, with padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +271,7 @@ UNGATHERED: Final = ShardUnit(
 )
 
 
-def describe(
+def describe_parameter(
     tensor: torch.Tensor,
     placements: tuple[AxisPlacement, ...] = (),
     *,
@@ -286,16 +294,24 @@ def describe(
         device=local.device.type,
         unit=None,
     )
-    return ReadParameter(node=node, slots=slots, origin=origin)
+    # A tensor subclass may keep its data in other tensors.
+    is_plain = type(local) in {torch.Tensor, nn.Parameter} and local.layout is torch.strided
+    return ReadParameter(
+        node=node,
+        slots=slots,
+        origin=origin,
+        storage=local.untyped_storage() if is_plain else None,
+        nbytes_filled=max(local.numel(), _padded_numel(node)) * tensor.dtype.itemsize,
+    )
 
 
-@contextlib.contextmanager
-def private_names(api: str) -> Iterator[None]:
-    """Turn an AttributeError into an UpstreamChangedError that names `api`."""
-    try:
-        yield
-    except AttributeError as missing:
-        raise upstream.misread_error("torch", f"{api} that fsdp_tree reads", missing) from missing
+def _padded_numel(node: ParameterNode) -> int:
+    """Return the number of elements of the largest shard, to which FSDP2 pads the others."""
+    sizes = [*node.shape]
+    for placement in node.placements:
+        if placement.is_sharded and placement.dim is not None:
+            sizes[placement.dim] = -(-sizes[placement.dim] // placement.size)
+    return math.prod(sizes) if node.is_sharded else 0
 
 
 def dtype_name(dtype: torch.dtype | None) -> str | None:

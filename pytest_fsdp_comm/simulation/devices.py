@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, product
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, Final, Self, cast
 
 import torch
@@ -25,18 +26,35 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import GradScaler
+from torch.autograd import graph
 from torch.backends import cudnn
+from torch.distributed import utils
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import batchnorm
+from torch.nn.parallel import distributed
 
-from pytest_fsdp_comm.recording.frames import find_call_site, is_outside_torch
-from pytest_fsdp_comm.recording.patches import patched
+from pytest_fsdp_comm.recording.frames import (
+    find_author,
+    find_call_site,
+    is_outside_torch,
+    torch_path_prefix,
+)
+from pytest_fsdp_comm.recording.patches import Replacement, patch_attributes
 from pytest_fsdp_comm.recording.value_dependence import note_answer
-from pytest_fsdp_comm.simulation.gpu_functions import replaced_functions
+from pytest_fsdp_comm.simulation.gpu_functions import gpu_function_patches
 from pytest_fsdp_comm.simulation.memory import SimulationError
-from pytest_fsdp_comm.simulation.values import CPU, SimulatedTensors, mark, mark_of
+from pytest_fsdp_comm.simulation.streams import SimulatedEvent, stream_patches, wait_on_host
+from pytest_fsdp_comm.simulation.values import (
+    CPU,
+    SimulatedTensors,
+    mark_with_device,
+    marked_device,
+    remove_device_mark,
+)
+from pytest_fsdp_comm.upstream import look_up, moved_error
 
 _H100: Final = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
@@ -49,11 +67,11 @@ _H100: Final = SimpleNamespace(
 )
 _CUDA_VERSION: Final = "12.8"
 _NOTHING: Final = (
-    *("empty_cache", "init", "ipc_collect", "synchronize", "set_sync_debug_mode"),
+    *("empty_cache", "init", "ipc_collect", "set_sync_debug_mode"),
     *("_record_memory_history", "_dump_snapshot", "start", "stop"),
     *("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"),
     *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
-    *("reset_accumulated_memory_stats", "set_per_process_memory_fraction", "set_stream"),
+    *("reset_accumulated_memory_stats", "set_per_process_memory_fraction"),
 )
 """Functions of torch.cuda that do nothing on a simulated rank."""
 _ZERO: Final = (
@@ -61,22 +79,30 @@ _ZERO: Final = (
     *("max_memory_allocated", "max_memory_reserved", "max_memory_cached"),
     *("utilization", "memory_usage", "temperature", "power_draw", "clock_rate"),
 )
-_IDLE: Final = (
-    *("Stream", "Event", "StreamContext", "stream", "device", "device_of", "device_index"),
-    *("current_stream", "default_stream", "ExternalStream"),
+_IDLE: Final = ("device", "device_of", "device_index")
+_SEE_GPU: Final = frozenset(
+    {batchnorm.__file__, distributed.__file__, utils.__file__, graph.__file__}
 )
+"""Files of torch that need a GPU for batch norms, for the `device_ids` of DDP, or to copy saved
+tensors back to it."""
+_MOVERS: Final = frozenset({nn.modules.module.__file__, graph.__file__})
+"""Files of torch that move modules, or saved tensors, between devices for the user."""
 _TO: Final = torch.Tensor.to
+_OFFLOADS: Final = f"{torch_path_prefix()}distributed/fsdp/_fully_shard/_fsdp_collectives.py"
+"""Where FSDP2 copies gradients to the host, and no other tensors (torch 2.7 to 2.15)."""
 _CAPTURABLE: Final = "_get_capturable_supported_devices"  # checked in torch 2.7 to 2.15
+_MOVE: Final = "_move_states_to_device"  # in one of two modules, depending on the version
+_CHECK_STATES: Final = "_check_module_states_for_sync_module_states"  # checked in torch 2.13
+_INDEX: Final = "_get_device_index"
+_USE: Final = "a simulation relies on"
 _GENERATOR: Final = torch.Generator
 
 
 class _Idle:
-    """Replaces streams, events and their context managers with objects that do nothing."""
+    """Replaces context managers that select a GPU."""
 
-    cuda_stream = 0
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.device = _current()
+    def __init__(self, *_: object, **__: object) -> None:
+        self.device = _make_current_device()
 
     def __enter__(self) -> Self:
         return self
@@ -84,19 +110,10 @@ class _Idle:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def query(self) -> bool:
-        return True
 
-    def record_event(self, event: _Idle | None = None) -> _Idle:
-        return event or _Idle()
-
-    def elapsed_time(self, _: _Idle) -> float:
+class _Event(SimulatedEvent):
+    def elapsed_time(self, _: SimulatedEvent) -> float:
         return cast("float", _state.answer(1.0, "elapsed_time"))
-
-    def record(self, *_: Any) -> None:
-        """Do nothing, because operations on the CPU have finished when they return."""
-
-    synchronize = wait = wait_event = wait_stream = record
 
 
 class _AnyGenerator(type):
@@ -104,7 +121,7 @@ class _AnyGenerator(type):
         return isinstance(value, _GENERATOR)
 
     def __call__(cls, device: Any = "cpu") -> torch.Generator:
-        device = _device(device)
+        device = _convert_to_device(device)
         return _GENERATOR(CPU if device.type == "cuda" else device)
 
 
@@ -119,7 +136,7 @@ class _State:
     index = 0
     has_mesh = False
 
-    def answer(self, value: Any, how: str) -> Any:
+    def answer(self, value: object, how: str) -> Any:
         if not self.answers:
             raise SimulationError(
                 f"{find_call_site()} reads {how}, but a simulated rank has no GPU: use a value "
@@ -134,21 +151,23 @@ _state = _State()
 
 
 @contextlib.contextmanager
-def cuda_on_cpu(*, answers: bool) -> Iterator[None]:
+def simulate_cuda(*, answers: bool) -> Iterator[None]:
     """Run code for "cuda" on the CPU during the block, if no GPU is visible."""
     if torch.cuda.is_available():
-        yield
+        with patch_attributes(*_stream_patches()):
+            yield
         return
     _state.answers = answers
     patches = (
-        _of_tensors(),
-        replaced_functions(_device),
-        _of_meshes(),
-        _of_amp(),
-        _of_gpus_alone(),
-        _of_cuda(),
+        _tensor_patches(),
+        gpu_function_patches(_convert_to_device),
+        _mesh_patches(),
+        _amp_patches(),
+        _gpu_only_patches(),
+        fsdp1_patches(),
+        _cuda_patches(),
     )
-    with patched(*chain.from_iterable(patches)):
+    with patch_attributes(*chain.from_iterable(patches)):
         yield
 
 
@@ -157,11 +176,21 @@ def is_cuda_used() -> bool:
     return SimulatedTensors.has_cuda
 
 
-def _current() -> torch.device:
+def _can_see_gpu(frame: FrameType) -> bool:
+    """Return whether a frame's code must see the simulated GPU, as all code outside torch does."""
+    return is_outside_torch(frame) or frame.f_code.co_filename in _SEE_GPU
+
+
+def _make_current_device() -> torch.device:
     return torch.device("cuda", _state.index)
 
 
-def _device(value: Any) -> Any:
+def _count_gpus() -> int:
+    """Return the number of simulated GPUs: one for each rank that a launcher starts on a host."""
+    return int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def _convert_to_device(value: object) -> Any:
     """Convert an index or string to a device, and give cuda an index; return other values as is."""
     # CPU-only builds of torch reject a bare index, and "cuda" without an index, before they
     # dispatch any operation, so convert both here.
@@ -170,74 +199,97 @@ def _device(value: Any) -> Any:
     if isinstance(value, str):
         value = torch.device(value)
     is_bare = isinstance(value, torch.device) and value.type == "cuda" and value.index is None
-    return _current() if is_bare else value
+    return _make_current_device() if is_bare else value
 
 
-def _moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _simulated_to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Run ``Tensor.to`` on the CPU, and mark the result with the requested device."""
     other = kwargs.pop("other", args[0] if args else None)
     if isinstance(other, torch.Tensor):
-        args = (mark_of(other) or other.device, other.dtype, *args[1:])
-    device = _device(args[0] if args else kwargs.get("device"))
+        args = (marked_device(other) or other.device, other.dtype, *args[1:])
+    device = _convert_to_device(args[0] if args else kwargs.get("device"))
     if not isinstance(device, torch.device):
         return _TO(tensor, *args, **kwargs)
-    is_to_cuda = device.type == "cuda"
+    is_to_cuda, is_moved = device.type == "cuda", False
+    is_blocking = not (kwargs.get("non_blocking") or True in args[2:3])
     # Copy only if the device changes, because copying a partial DTensor communicates. To torch
     # itself, all tensors are on the CPU, so do not copy when torch moves a tensor there.
-    frame, movers = sys._getframe(1), {__file__, nn.modules.module.__file__}
-    if is_to_cuda != (mark_of(tensor) is not None) and (
-        is_to_cuda or is_outside_torch(frame) or frame.f_code.co_filename in movers
-    ):
-        kwargs["copy"] = True
+    mover = sys._getframe(1).f_code.co_filename
+    is_by_torch = find_author(mover) == "torch" and mover not in _MOVERS
+    if is_to_cuda != (marked_device(tensor) is not None) and (is_to_cuda or not is_by_torch):
+        kwargs["copy"] = is_moved = True
+        # Inside an operation that torch decomposes, tensors have no marks, so nothing is copied.
+        if is_blocking and not is_by_torch:
+            wait_on_host("copy_to_device" if is_to_cuda else "copy_to_host")
+    elif is_blocking and not is_to_cuda and mover == _OFFLOADS:
+        wait_on_host("copy_to_host")
     device, mark_as = (CPU, device) if is_to_cuda else (device, None)
     result = _TO(tensor, device, *args[1:], **{k: v for k, v in kwargs.items() if k != "device"})
     if mark_as is not None:
-        mark(result, mark_as)
+        mark_with_device(result, mark_as)
+    elif is_moved:
+        remove_device_mark(getattr(result, "_local_tensor", result))
     return result
 
 
-def _of_tensors() -> Iterator[tuple[Any, str, Any]]:
+def _tensor_patches() -> Iterator[Replacement]:
     parse = torch._C._nn._parse_to
 
-    def cuda(tensor: torch.Tensor, device: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def cuda(
+        tensor: torch.Tensor, device: object = None, *args: object, **kwargs: object
+    ) -> torch.Tensor:
         non_blocking = dict(zip(("non_blocking",), args, strict=False))
-        return _moved(tensor, _current() if device is None else device, **non_blocking, **kwargs)
+        return _simulated_to(
+            tensor, _make_current_device() if device is None else device, **non_blocking, **kwargs
+        )
 
-    def cpu(tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return _moved(tensor, CPU, **kwargs)
+    def cpu(tensor: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        return _simulated_to(tensor, CPU, **kwargs)
 
-    def parsed(*args: Any, **kwargs: Any) -> Any:
-        return parse(*map(_device, args), **{name: _device(arg) for name, arg in kwargs.items()})
+    def simulated_parse_to(*args: object, **kwargs: object) -> object:
+        return parse(
+            *map(_convert_to_device, args),
+            **{name: _convert_to_device(arg) for name, arg in kwargs.items()},
+        )
 
     def device_read_by(original: Callable[[torch.Tensor], torch.device]) -> property:
         def read(tensor: torch.Tensor) -> torch.device:
             frame = sys._getframe(1)
-            sees_mark = is_outside_torch(frame) or frame.f_code.co_filename == batchnorm.__file__
-            return _device(mark_of(tensor) if sees_mark else None) or original(tensor)
+            return _convert_to_device(
+                marked_device(tensor) if _can_see_gpu(frame) else None
+            ) or original(tensor)
 
         return property(read)
 
+    def new_tensor(tensor: torch.Tensor, data: object, **options: Any) -> torch.Tensor:
+        result = make(tensor, data, **options)
+        return (
+            result if "device" in options else _simulated_to(result, marked_device(tensor) or CPU)
+        )
+
     def is_cuda(tensor: torch.Tensor) -> bool:
-        return is_outside_torch(sys._getframe(1)) and mark_of(tensor) is not None
+        return is_outside_torch(sys._getframe(1)) and marked_device(tensor) is not None
 
     def get_device(tensor: torch.Tensor) -> int:
-        device = mark_of(tensor)
-        return -1 if device is None else _device(device).index
+        device = marked_device(tensor)
+        return -1 if device is None else _convert_to_device(device).index
 
-    cls = torch.Tensor
-    yield cls, "to", _moved
-    yield cls, "get_device", _to_users(get_device, cls.get_device)
+    cls, make = torch.Tensor, torch.Tensor.new_tensor
+    original = look_up("torch._subclasses.fake_tensor", "FakeTensor.device.fget", _USE)
+    yield cls, "to", _simulated_to
+    yield cls, "get_device", _wrap_for_code_outside_torch(get_device, cls.get_device)
     yield cls, "cuda", cuda
     yield cls, "cpu", cpu
+    yield cls, "type_as", _simulated_to
+    yield cls, "new_tensor", new_tensor
     yield cls, "pin_memory", lambda tensor, *_, **__: tensor
-    yield cls, "record_stream", lambda *_: None
     yield cls, "is_cuda", property(is_cuda)
-    yield FakeTensor, "device", device_read_by(vars(FakeTensor)["device"].fget)
+    yield FakeTensor, "device", device_read_by(original)
     yield DTensor, "device", device_read_by(cls.device.__get__)
-    yield torch._C._nn, "_parse_to", parsed
+    yield torch._C._nn, "_parse_to", simulated_parse_to
 
 
-def _of_meshes() -> Iterator[tuple[Any, str, Any]]:
+def _mesh_patches() -> Iterator[Replacement]:
     make = DeviceMesh.__init__
 
     @functools.wraps(make)
@@ -252,10 +304,10 @@ def _of_meshes() -> Iterator[tuple[Any, str, Any]]:
         device_type = vars(mesh).get("device_type") or mesh._device_type
         return "cuda" if is_read_by_user and device_type == "cpu" else device_type
 
-    def move_and_mark(move: Any, parameters: Any, buffers: Any, *args: Any) -> None:
+    def move_and_mark(move: Any, parameters: Any, buffers: Any, *args: object) -> None:
         move(parameters, buffers, *args)
         for tensor in (*parameters, *buffers) if _state.has_mesh else ():
-            mark(tensor, _current())
+            mark_with_device(tensor, _make_current_device())
 
     yield DeviceMesh, "__init__", init
     yield (
@@ -263,16 +315,52 @@ def _of_meshes() -> Iterator[tuple[Any, str, Any]]:
         "device_type",
         property(read, lambda mesh, value: vars(mesh).update(device_type=value)),
     )
-    for module in (_fsdp_init, _fully_shard):
-        move = getattr(module, "_move_states_to_device", None)
-        if move is not None:
-            yield module, "_move_states_to_device", functools.partial(move_and_mark, move)
+    modules = [module for module in (_fsdp_init, _fully_shard) if hasattr(module, _MOVE)]
+    if not modules:
+        raise moved_error("torch", f"{_fsdp_init.__name__}.{_MOVE}", _USE)
+    for module in modules:
+        yield module, _MOVE, functools.partial(move_and_mark, getattr(module, _MOVE))
 
 
-def _of_gpus_alone() -> Iterator[tuple[Any, str, Any]]:
+def fsdp1_patches() -> Iterator[Replacement]:
+    """Make FSDP1 use the CPU, and mark the parameters with the device that they would be on."""
+    wrap = FullyShardedDataParallel.__init__
+    signature = inspect.signature(wrap)
+
+    @functools.wraps(wrap)
+    def init(wrapper: FullyShardedDataParallel, *args: object, **kwargs: object) -> None:
+        call = signature.bind(wrapper, *args, **kwargs)
+        device, offload = (call.arguments.get(name) for name in ("device_id", "cpu_offload"))
+        call.arguments["device_id"] = CPU
+        marks = [
+            _convert_to_device(device),
+            *map(marked_device, call.arguments["module"].parameters()),
+        ]
+        is_offloaded = offload is not None and offload.offload_params
+        device = next(filter(None, marks), None)
+        if device is None or device.type != "cuda":
+            wrap(*call.args, **call.kwargs)
+            return
+        # Without a mesh, hybrid sharding shards over the devices of a host.
+        with patch_attributes((torch.cpu, "device_count", _count_gpus)):
+            wrap(*call.args, **call.kwargs)
+        if not is_offloaded:
+            for tensor in (*wrapper.parameters(), *wrapper.buffers()):
+                mark_with_device(tensor, device)
+
+    yield FullyShardedDataParallel, "__init__", init
+    # FSDP1 cannot offload parameters or state dicts to the CPU if it computes there.
+    handle = look_up("torch.distributed.fsdp._flat_param", "FlatParamHandle", _USE)
+    yield handle, "to_cpu", lambda _: contextlib.nullcontext()
+    # FSDP1 raises if the states that it broadcasts are on the CPU.
+    look_up(_init_utils.__name__, _CHECK_STATES, _USE)
+    yield _init_utils, _CHECK_STATES, lambda _: None
+
+
+def _gpu_only_patches() -> Iterator[Replacement]:
     """Make modules and optimizers that need a GPU accept the CPU."""
 
-    def capturable(original: Callable[..., list[str]], *args: Any, **kwargs: Any) -> list[str]:
+    def capturable(original: Callable[..., list[str]], *args: object, **kwargs: Any) -> list[str]:
         return [*original(*args, **kwargs), *(["cpu"] if is_cuda_used() else [])]
 
     for name, module in sys.modules.items():
@@ -280,38 +368,41 @@ def _of_gpus_alone() -> Iterator[tuple[Any, str, Any]]:
         if original is not None:
             yield module, _CAPTURABLE, functools.partial(capturable, original)
     yield batchnorm, "sync_batch_norm", _SyncBatchNorm
+    index = look_up(distributed.__name__, _INDEX, _USE)
+    # If `device_ids` have no index, DDP asks torch for the current GPU, and torch finds none.
+    yield distributed, _INDEX, lambda device, *args: index(_convert_to_device(device), *args)
 
 
 class _SyncBatchNorm(torch.autograd.Function):
     """Communicates like torch's class, but without GPU kernels (checked in torch 2.7 to 2.15)."""
 
     @staticmethod
-    def forward(ctx: Any, batch: torch.Tensor, weight: torch.Tensor | None, *args: Any) -> Any:
+    def forward(ctx: Any, batch: torch.Tensor, weight: torch.Tensor | None, *args: Any) -> object:
         *_, group, size = args
         ctx.group = group
         ctx.save_for_backward(batch, weight)
         # Each rank sends the mean and inverse standard deviation of each channel, and a count.
-        statistics = _sums(batch, 2 * batch.shape[1] + 1)
+        statistics = _make_statistics(batch, 2 * batch.shape[1] + 1)
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # since 2.13
         gather(statistics.new_empty(size * len(statistics)), statistics, group)
         return torch.empty_like(batch)
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
+    def backward(ctx: Any, *_: object) -> object:
         batch, weight = ctx.saved_tensors
         if ctx.needs_input_grad[0]:
-            dist.all_reduce(_sums(batch, 2 * batch.shape[1]), group=ctx.group)
+            dist.all_reduce(_make_statistics(batch, 2 * batch.shape[1]), group=ctx.group)
         inputs = (batch, weight, weight)
         gradients = [None if tensor is None else torch.empty_like(tensor) for tensor in inputs]
         return (*gradients, *[None] * 6)
 
 
-def _sums(batch: torch.Tensor, size: int) -> torch.Tensor:
+def _make_statistics(batch: torch.Tensor, size: int) -> torch.Tensor:
     is_half = batch.numel() and batch.dtype in {torch.float16, torch.bfloat16}
     return batch.new_empty(size, dtype=torch.float32 if is_half else batch.dtype)
 
 
-def _of_amp() -> Iterator[tuple[Any, str, Any]]:
+def _amp_patches() -> Iterator[Replacement]:
     cast_, scale = torch.autocast.__init__, GradScaler.__init__
 
     def autocast(
@@ -337,21 +428,23 @@ def _of_amp() -> Iterator[tuple[Any, str, Any]]:
         "get_autocast_dtype",
         "set_autocast_dtype",
     ):
-        yield torch, name, functools.partial(_of_cpu, getattr(torch, name))
+        yield torch, name, functools.partial(_call_for_cpu, getattr(torch, name))
 
 
-def _of_cpu(function: Callable[..., Any], device: Any = "cuda", *args: Any) -> Any:
+def _call_for_cpu(
+    function: Callable[..., object], device: object = "cuda", *args: object
+) -> object:
     return function("cpu" if device == "cuda" else device, *args)
 
 
-def _of_cuda() -> Iterator[tuple[Any, str, Any]]:
-    def answer(value: Any, name: str) -> Callable[..., Any]:
+def _cuda_patches() -> Iterator[Replacement]:
+    def answer(value: object, name: str) -> Callable[..., object]:
         return lambda *_, **__: _state.answer(value, f"torch.cuda.{name}")
 
-    def set_device(device: Any) -> None:
-        _state.index = _device(device).index
+    def set_device(device: object) -> None:
+        _state.index = _convert_to_device(device).index
 
-    def module_of(device: Any = None) -> Any:
+    def module_of(device: object = None) -> object:
         return torch.cuda if device is None else get_module(device)
 
     cuda, nbytes, get_module = torch.cuda, _H100.total_memory, torch.get_device_module
@@ -366,8 +459,7 @@ def _of_cuda() -> Iterator[tuple[Any, str, Any]]:
         **{f"current_device{end}": lambda: _state.index for end in ("", "_index", "_idx")},
         **{f"set_device{end}": set_device for end in ("", "_index", "_idx")},
         "current_accelerator": lambda *_, **__: torch.device("cuda"),
-        # Simulate one GPU for each rank that a launcher would start on this host.
-        "device_count": lambda: int(os.environ["LOCAL_WORLD_SIZE"]),
+        "device_count": _count_gpus,
         "get_device_capability": answer((_H100.major, _H100.minor), "get_device_capability"),
         "get_device_name": answer(_H100.name, "get_device_name"),
         "get_device_properties": answer(_H100, "get_device_properties"),
@@ -378,36 +470,61 @@ def _of_cuda() -> Iterator[tuple[Any, str, Any]]:
         **{name: answer(defaultdict(int), name) for name in ("memory_stats", "host_memory_stats")},
         "memory_summary": answer("0", "memory_summary"),
         "memory_snapshot": answer([], "memory_snapshot"),
-        **dict.fromkeys(("is_built", "is_nccl_available"), lambda: True),
+        "is_built": lambda: True,
     }
-    modules = (cuda, cuda.memory, cuda.profiler, torch.accelerator, dist, torch.backends.cuda)
-    for module, name, function in _present(modules, replacements):
+    yield (
+        dist,
+        "is_nccl_available",
+        _wrap_for_code_outside_torch(lambda: True, dist.is_nccl_available),
+    )
+    modules = (cuda, cuda.memory, cuda.profiler, torch.accelerator, torch.backends.cuda)
+    for module, name, function in _patches_of_present(modules, replacements):
         # Replace RNG functions for all callers, because torch's `fork_rng` also calls them.
         is_for_all = "rng_state" in name
-        yield module, name, function if is_for_all else _to_users(function, getattr(module, name))
-    yield from _present((cuda, torch.accelerator), dict.fromkeys(_IDLE, _Idle))
+        yield (
+            module,
+            name,
+            function
+            if is_for_all
+            else _wrap_for_code_outside_torch(function, getattr(module, name)),
+        )
+    yield from _stream_patches()
+    yield from _patches_of_present((cuda, torch.accelerator), dict.fromkeys(_IDLE, _Idle))
     for module, version in ((cuda.nccl, (2, 28, 9)), (cudnn, 91002)):
-        yield module, "version", _to_users(answer(version, "version"), module.version)
-    yield cudnn, "is_available", _to_users(lambda: True, cudnn.is_available)
+        yield (
+            module,
+            "version",
+            _wrap_for_code_outside_torch(answer(version, "version"), module.version),
+        )
+    yield cudnn, "is_available", _wrap_for_code_outside_torch(lambda: True, cudnn.is_available)
     yield torch.version, "cuda", torch.version.cuda or _CUDA_VERSION
-    yield torch, "get_device_module", _to_users(module_of, get_module)
+    yield torch, "get_device_module", _wrap_for_code_outside_torch(module_of, get_module)
     for name in ("range_push", "range_pop", "mark"):
         yield cuda.nvtx, name, lambda *_: None
-    for name, cls in (("Stream", _Idle), ("Event", _Idle), ("Generator", _Generator)):
-        yield torch, name, cls
+    yield torch, "Generator", _Generator
 
 
-def _present(modules: Iterable[Any], named: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
+def _stream_patches() -> Iterator[Replacement]:
+    for module in (torch.cuda, torch.accelerator, torch):
+        yield from stream_patches(module, _Event)
+    yield torch.Tensor, "record_stream", lambda *_: None
+
+
+def _patches_of_present(
+    modules: Iterable[object], named: Mapping[str, object]
+) -> Iterator[tuple[object, str, Any]]:
     for module, (name, value) in product(modules, named.items()):
         if hasattr(module, name):
             yield module, name, value
 
 
-def _to_users(answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_for_code_outside_torch(
+    answer: Callable[..., object], original: Callable[..., object]
+) -> Callable[..., object]:
     """Return a function that runs `original` if torch calls it, and `answer` if other code does."""
 
     @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (answer if is_outside_torch(sys._getframe(1)) else original)(*args, **kwargs)
+    def call(*args: object, **kwargs: object) -> object:
+        return (answer if _can_see_gpu(sys._getframe(1)) else original)(*args, **kwargs)
 
     return call

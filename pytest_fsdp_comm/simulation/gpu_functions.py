@@ -12,7 +12,8 @@ from torch.nn import functional as F  # noqa: N812  # the usual name of this mod
 from torch.nn.attention import flex_attention
 from torch.utils._device import _device_constructors
 
-from pytest_fsdp_comm.simulation.values import CPU, mark_of
+from pytest_fsdp_comm.recording.patches import Replacement
+from pytest_fsdp_comm.simulation.values import CPU, mark_with_device, marked_device
 
 # Functions that accept a device. torch caches this set for `with torch.device(...)`, so make torch
 # fill its cache before any of the functions is replaced.
@@ -20,32 +21,43 @@ _constructors: Iterable[Callable[..., Any]] = _device_constructors()
 _CONSTRUCTORS: Final = tuple(
     make.__name__ for make in _constructors if vars(torch).get(make.__name__) is make
 )
+_CHECK: Final = "_validate_device"
+_HOP: Final = "flex_attention_hop"
 _EAGER_FLEX: Final = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"  # checked in torch 2.13 and 2.15
 
 
-def replaced_functions(device: Callable[[Any], Any]) -> Iterator[tuple[Any, str, Any]]:
+def gpu_function_patches(
+    device: Callable[[object], object],
+) -> Iterator[Replacement]:
     """Yield the arguments of `setattr` for each function; `device` turns an index into a device."""
     for name in _CONSTRUCTORS:
-        yield torch, name, _on_device(getattr(torch, name), device)
+        yield torch, name, _adapt_factory_arguments(getattr(torch, name), device)
     for holder in (torch, torch.Tensor):
-        yield holder, "histc", _counted(holder.histc)
-    yield F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention)
-    check, hop = flex_attention._validate_device, "flex_attention_hop"
-
-    def checked(query: torch.Tensor, *args: Any) -> None:
-        if mark_of(query) is None:
-            check(query, *args)
-
-    yield flex_attention, "_validate_device", checked
-    yield flex_attention, hop, _scored(getattr(flex_attention, hop))
+        yield holder, "histc", _wrap_histc(holder.histc)
+    yield torch._C._nn, "pad", _wrap_pad(torch._C._nn.pad)
+    yield F, "scaled_dot_product_attention", _wrap_attention(F.scaled_dot_product_attention)
+    if hasattr(flex_attention, _CHECK):  # without it, torch accepts or rejects the CPU elsewhere
+        yield flex_attention, _CHECK, _wrap_cpu_check(getattr(flex_attention, _CHECK))
+    # Without this function, score functions would get no gradients, so raise.
+    yield flex_attention, _HOP, _give_score_function_gradients(getattr(flex_attention, _HOP))
     if hasattr(flex_attention, _EAGER_FLEX):  # keeps torch from warning about eager mode
         yield flex_attention, _EAGER_FLEX, True
 
 
-def _on_device(make: Callable[..., Any], device: Callable[[Any], Any]) -> Callable[..., Any]:
+def _wrap_cpu_check(check: Callable[..., None]) -> Callable[..., None]:
+    def run(query: torch.Tensor, *args: object) -> None:
+        if marked_device(query) is None:
+            check(query, *args)
+
+    return run
+
+
+def _adapt_factory_arguments(
+    make: Callable[..., object], device: Callable[[object], object]
+) -> Callable[..., object]:
     # CPU-only builds of torch reject device indices and `pin_memory`, so convert or drop them.
     @functools.wraps(make)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         if isinstance(kwargs.get("device"), int):
             kwargs["device"] = device(kwargs["device"])
         kwargs.pop("pin_memory", None)
@@ -54,12 +66,24 @@ def _on_device(make: Callable[..., Any], device: Callable[[Any], Any]) -> Callab
     return run
 
 
-def _counted(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _wrap_pad(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Keep the result on the GPU; circular padding makes it on the device that torch sees."""
+
+    def pad(data: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result = original(data, *args, **kwargs)
+        if (device := marked_device(data)) is not None:
+            mark_with_device(result, device)
+        return result
+
+    return pad
+
+
+def _wrap_histc(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Make ``histc`` accept integers, as torch does only on a GPU."""
 
     @functools.wraps(original)
     def histc(data: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:  # noqa: A002  # the parameter names of torch
-        if data.is_floating_point() or mark_of(data) is None:
+        if data.is_floating_point() or marked_device(data) is None:
             return original(data, bins, min, max)
         low, high = (min, max) if min != max else (data.min().item(), data.max().item())
         low, high = (low - 1, high + 1) if low == high else (int(low), int(high))
@@ -71,7 +95,7 @@ def _counted(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return histc
 
 
-def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_attention(original: Callable[..., object]) -> Callable[..., object]:
     """Make attention call a fused GPU kernel, because DTensor cannot shard the CPU kernels."""
 
     # `wraps` keeps the name by which context parallelism finds this function and replaces it.
@@ -83,10 +107,10 @@ def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        **options: Any,
-    ) -> Any:
+        **options: object,
+    ) -> object:
         inputs, enabled = [query, key, value], torch.backends.cuda
-        is_on_gpu = any(isinstance(tensor, DTensor) or mark_of(tensor) for tensor in inputs)
+        is_on_gpu = any(isinstance(tensor, DTensor) or marked_device(tensor) for tensor in inputs)
         is_fused = enabled.flash_sdp_enabled() or enabled.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         is_fused |= enabled.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]  # as above
         if not (is_on_gpu and is_fused and query.dim() == len("BHSD")):
@@ -107,10 +131,12 @@ def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
-def _scored(hop: Callable[..., Any]) -> Callable[..., Any]:
+def _give_score_function_gradients(hop: Callable[..., Any]) -> Callable[..., object]:
     """Give gradients to the parameters of a score function, as compiled flex attention does."""
 
-    def run(query: torch.Tensor, key: Any, value: Any, score_mod: Any, *args: Any) -> Any:
+    def run(
+        query: torch.Tensor, key: object, value: object, score_mod: Any, *args: object
+    ) -> object:
         result, *sums = hop(query, key, value, score_mod, *args)
         places = [torch.zeros((), dtype=torch.int, device=CPU) for _ in range(4)]
         score = score_mod(query.new_zeros(()), *places)

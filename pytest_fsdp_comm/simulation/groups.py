@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import json
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -13,6 +14,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -22,8 +24,15 @@ from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.gathering import TextStore
 from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.recording.operations import Operation, reduce_op
+from pytest_fsdp_comm.recording.patches import Replacement
 from pytest_fsdp_comm.simulation.memory import SimulationError
 
+_COLLECTIVES: Final = (
+    *("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "allreduce"),
+    *("allreduce_coalesced", "alltoall", "alltoall_base", "broadcast", "gather", "reduce"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "scatter"),
+)
+"""Methods of a process group whose first argument receives the results."""
 _tests: Final = itertools.count()
 _meshes: Final[set[str | None]] = set()
 """Names of the axes of all simulated meshes; includes None if a mesh has no axis names."""
@@ -76,7 +85,7 @@ class RealGroups:
         self,
         operation: Operation,
         group: dist.ProcessGroup,
-        bound: Mapping[str, Any],
+        bound: Mapping[str, object],
         sent: Sequence[torch.Tensor] | None,
     ) -> Callable[[], Sequence[torch.Tensor] | None] | None:
         """Send this rank's values (None if unknown) to its peers.
@@ -93,14 +102,14 @@ class RealGroups:
                     "know which rank sends first: pass the source rank"
                 )
             ends = (rank, peer) if kind == "send" else (peer, rank)
-            key = self._next(f"{group.group_name}/{ends}/{bound['tag']}")
+            key = self._make_numbered_key(f"{group.group_name}/{ends}/{bound['tag']}")
             if kind == "send":
                 self._post(key, sent)
                 return None
             return lambda: self._fetch(key)
-        key = self._next(f"{group.group_name}")
+        key = self._make_numbered_key(f"{group.group_name}")
         if kind == "all_to_all" and sent is not None:
-            sent = parts_for_each(bound, sent, group.size())
+            sent = split_for_each_rank(bound, sent, group.size())
         self._post(f"{key}/{rank}", sent)
         root = bound[operation.root] if operation.root else None
 
@@ -108,11 +117,13 @@ class RealGroups:
             ranks = range(group.size()) if root is None or kind == "gather" else [root]
             parts = [self._fetch(f"{key}/{number}") for number in ranks]
             values = [part for part in parts if part is not None]
-            return _received(kind, bound, rank, values) if len(values) == len(parts) else None
+            return (
+                _compute_received(kind, bound, rank, values) if len(values) == len(parts) else None
+            )
 
         return receive
 
-    def _next(self, key: str) -> str:
+    def _make_numbered_key(self, key: str) -> str:
         self._counts[key] += 1
         return f"{key}/{self._counts[key]}"
 
@@ -127,8 +138,8 @@ class RealGroups:
         return [torch.tensor(data, dtype=getattr(torch, name)) for name, data in parts]
 
 
-def _received(
-    kind: str, bound: Mapping[str, Any], rank: int, parts: Sequence[Sequence[torch.Tensor]]
+def _compute_received(
+    kind: str, bound: Mapping[str, object], rank: int, parts: Sequence[Sequence[torch.Tensor]]
 ) -> list[torch.Tensor] | None:
     if kind in {"all_gather", "gather", "broadcast"}:
         # A coalesced call orders its outputs by tensor, then by rank.
@@ -163,12 +174,12 @@ _REDUCED: Final[Mapping[str | None, _Reduction]] = {
 computes the result if `size` ranks send the same value."""
 
 
-def reduction(bound: Mapping[str, Any]) -> _Reduction | None:
+def reduction(bound: Mapping[str, object]) -> _Reduction | None:
     """Return the reduction of a call; None if it is unknown or the call does not reduce."""
     return _REDUCED.get(reduce_op(bound.get("reduce_op", bound.get("red_op"))))
 
 
-def parts_for_each(
+def split_for_each_rank(
     bound: Mapping[str, Any], sent: Sequence[torch.Tensor], size: int
 ) -> Sequence[torch.Tensor]:
     """Split the input of an all-to-all into one part for each of the group's `size` ranks."""
@@ -177,24 +188,24 @@ def parts_for_each(
     return torch.split(sent[0], bound.get("input_split_sizes") or len(sent[0]) // size)
 
 
-def mirrored(
+def mirror_outputs(
     kind: str,
     group: dist.ProcessGroup,
-    bound: Mapping[str, Any],
+    bound: Mapping[str, object],
     sent: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
     """Compute outputs as if all peers sent this rank's values; an unknown output is None."""
-    parts = _parts(kind, group, bound, sent, len(outputs))
+    parts = _make_mirrored_parts(kind, group, bound, sent, len(outputs))
     if not parts:
         return [None] * len(outputs)
     return [
-        _filled(output, parts[index % len(parts)], group.size())
+        _repeat_part_to_fit(output, parts[index % len(parts)], group.size())
         for index, output in enumerate(outputs)
     ]
 
 
-def _parts(
+def _make_mirrored_parts(
     kind: str,
     group: dist.ProcessGroup,
     bound: Mapping[str, Any],
@@ -208,24 +219,54 @@ def _parts(
     if kind == "all_to_all" and "gather_dim" not in bound:
         if len(sent) == size > 1:
             return [sent[rank]]
-        part = parts_for_each(bound, sent, size)[rank]
+        part = split_for_each_rank(bound, sent, size)[rank]
         # If this rank receives parts of a different size, its peers cannot send the same values.
         expected = {*(bound.get("output_split_sizes") or [len(part)])}
         return [part.flatten().repeat(size)] if expected == {len(part)} else ()
+    if kind not in {"all_reduce", "reduce_scatter"}:
+        return ()
     reduced = reduction(bound)
-    if reduced is None or kind not in {"all_reduce", "reduce_scatter"}:
+    # torch before 2.11 does not tell which reduction it is, but each one of zeros is zero.
+    if reduced is None and any(value.any() for value in sent):
         return ()
     if kind == "reduce_scatter":
         is_list = len(sent) != num_outputs
         sent = [sent[rank]] if is_list else [value.flatten().chunk(size)[rank] for value in sent]
-    return [reduced[1](value, size) for value in sent]
+    return [value if reduced is None else reduced[1](value, size) for value in sent]
 
 
-def _filled(output: torch.Tensor, part: torch.Tensor, size: int) -> torch.Tensor | None:
+def _repeat_part_to_fit(output: torch.Tensor, part: torch.Tensor, size: int) -> torch.Tensor | None:
     for times in (1, size):
         if part.numel() * times == output.numel():
             return part.flatten().repeat(times).view(output.shape).to(output.dtype)
     return None  # the sizes do not match, so the peers do not send the same values
+
+
+def future_patches() -> Iterator[Replacement]:
+    """Yield the arguments of `setattr` that make the future of a collective hold its results."""
+    # torch's fake backend completes each future with None.
+    results: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def get_future(work: dist.Work) -> torch.futures.Future[object]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(results.get(work))
+        return future
+
+    def keep_results(collective: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(collective)
+        def run(
+            group: dist.ProcessGroup, outputs: object, *args: object, **kwargs: object
+        ) -> object:
+            work = collective(group, outputs, *args, **kwargs)
+            if isinstance(work, FakeWork):
+                results[work] = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+            return work
+
+        return run
+
+    yield FakeWork, "get_future", get_future
+    for name in filter(functools.partial(hasattr, dist.ProcessGroup), _COLLECTIVES):
+        yield dist.ProcessGroup, name, keep_results(getattr(dist.ProcessGroup, name))
 
 
 # FSDP pads its shards, so all ranks along an FSDP axis send the same number of bytes, and it is
@@ -244,14 +285,16 @@ class DistinctRanks:
         self._parameters: set[Any] = set()
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        hook = register_module_parameter_registration_hook(self._note)
+    def watch_parameters(self) -> Iterator[None]:
+        hook = register_module_parameter_registration_hook(self._add_ranks_of_other_shapes)
         try:
             yield
         finally:
             hook.remove()
 
-    def _note(self, module: nn.Module, name: str, parameter: Any) -> None:
+    def _add_ranks_of_other_shapes(
+        self, module: nn.Module, name: str, parameter: torch.Tensor
+    ) -> None:
         del module, name
         if not isinstance(parameter, DTensor):
             return

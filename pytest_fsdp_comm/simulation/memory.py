@@ -34,8 +34,34 @@ _VALUES: Final = "_fsdp_comm_values"
 _REASON: Final = "_fsdp_comm_reason"
 
 
+_IN_SCRIPTS: Final = {
+    "run the test on real ranks, without simulate=": "record real ranks, with --nproc",
+    "in the test": "in the script",
+    "code that the test does not run": "code that the first steps do not run",
+    "the code that the test runs": "the first steps",
+    "keep checkpoints out of the test, run these ranks with real={'<axis>': <size>}, or": "or",
+    "declare their shares (simulation_splits='even') or use": "use",
+    "Run the ranks of that axis (for example real={'pp': 4}), send": "Send",
+    "in this test": "in this script",
+}
+"""For texts about tests in errors, the texts for scripts that ``fsdp-comm record`` runs."""
+
+
 class SimulationError(FsdpCommError):
     """Raised if code reads an unknown value, or does something that a simulation cannot do."""
+
+    is_in_script = False
+    """Whether this process simulates a rank of a script, not of a test."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(adapt_to_script(text) if SimulationError.is_in_script else text)
+
+
+def adapt_to_script(text: str) -> str:
+    """Make the text of an error speak about a script, not about a test."""
+    for in_test, in_script in _IN_SCRIPTS.items():
+        text = text.replace(in_test, in_script)
+    return text
 
 
 class Values:
@@ -64,7 +90,7 @@ class Values:
     @classmethod
     def too_large(cls) -> Values:
         """Create values that count as known, but raise SimulationError when they are read."""
-        values = cls(_refuse_size, later=True)
+        values = cls(_raise_too_large, later=True)
         values.is_large, values.depth = True, 0
         return values
 
@@ -73,7 +99,7 @@ class Values:
         if self._storage is None:
             with torch.no_grad(), unset_fake_temporarily():
                 self._storage = self._compute().untyped_storage()
-            self._compute, self.depth = _refuse_size, 0  # frees the inputs
+            self._compute, self.depth = _raise_too_large, 0  # frees the inputs
         return self._storage
 
     def settle(self) -> None:
@@ -84,7 +110,7 @@ class Values:
         self.readers = None
 
 
-def _refuse_size() -> torch.Tensor:
+def _raise_too_large() -> torch.Tensor:
     raise SimulationError(
         f"{find_call_site()} reads tensor values that a simulated rank cannot compute: "
         f"{TOO_MANY}, or run the test on real ranks, without simulate="
@@ -105,11 +131,11 @@ class _Place(NamedTuple):
         return tensor.set_(storage, self.offset, self.size, self.stride)
 
 
-def _place(tensor: torch.Tensor) -> _Place:
+def _read_layout(tensor: torch.Tensor) -> _Place:
     return _Place(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
-def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
+def attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes of a tensor's storage; an empty dict if the tensor has none."""
     try:
         return vars(tensor.untyped_storage())
@@ -117,10 +143,10 @@ def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
         return {}
 
 
-def values_in(tensor: torch.Tensor) -> Values | None:
+def stored_values(tensor: torch.Tensor) -> Values | None:
     """Return the values in a tensor's storage; None if unknown."""
     if isinstance(tensor, FakeTensor):
-        return _attributes(tensor).get(_VALUES)
+        return attributes(tensor).get(_VALUES)
     if (
         type(tensor) is torch.Tensor
         and tensor.numel() <= MAX_NUMEL
@@ -132,155 +158,164 @@ def values_in(tensor: torch.Tensor) -> Values | None:
 
 def is_known(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's values are known, even if they are too many to compute."""
-    return values_in(tensor) is not None
+    return stored_values(tensor) is not None
 
 
 def is_mirrored(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's values are correct only if other ranks hold the same values."""
-    values = values_in(tensor)
+    values = stored_values(tensor)
     return values is not None and values.is_mirrored
 
 
-def is_whole(tensor: torch.Tensor) -> bool:
+def has_integral_dtype(tensor: torch.Tensor) -> bool:
     """Return whether a tensor holds integers or booleans."""
     return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
 
 
-def _may_hold(tensor: FakeTensor) -> bool:
+def _can_have_known_values(tensor: FakeTensor) -> bool:
     is_plain = tensor.layout is torch.strided and not tensor.dtype.is_complex
     return is_plain and tensor.fake_device.type != "meta"
 
 
-def covers(tensor: torch.Tensor) -> bool:
+def is_covering_whole_storage(tensor: torch.Tensor) -> bool:
     """Return whether a tensor covers its entire storage."""
     is_strided = tensor.layout is torch.strided
     return is_strided and tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
 
 
-def real(tensor: torch.Tensor) -> torch.Tensor:
+def view_known_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with memory that views the known values, or `tensor` if they are unknown."""
-    values = values_in(tensor) if isinstance(tensor, FakeTensor) else None
+    values = stored_values(tensor) if isinstance(tensor, FakeTensor) else None
     if values is None:
         return tensor
     with unset_fake_temporarily():
-        return _place(tensor).view(values.storage())
+        return _read_layout(tensor).view(values.storage())
 
 
 def forget(tensor: torch.Tensor) -> None:
     """Forget the values of a tensor's storage, for all of its views."""
-    _attributes(tensor).pop(_VALUES, None)
+    attributes(tensor).pop(_VALUES, None)
 
 
-def keep(tensor: torch.Tensor, values: Values) -> None:
+def set_values(tensor: torch.Tensor, values: Values) -> None:
     """Set the values of a tensor's storage, for all of its views."""
-    _attributes(tensor)[_VALUES] = values
+    attributes(tensor)[_VALUES] = values
 
 
-def put(tensor: torch.Tensor, value: torch.Tensor | None, *, is_mirrored: bool = False) -> None:
+def copy_value_into(
+    tensor: torch.Tensor, value: torch.Tensor | None, *, is_mirrored: bool = False
+) -> None:
     """Copy `value`, which has memory, into a simulated tensor; None makes its values unknown."""
     if not isinstance(tensor, FakeTensor):
         return
     tensor.constant = None  # where torch stores a known value, which is now outdated
-    values = values_in(tensor)
+    values = stored_values(tensor)
     if value is None:
-        _attributes(tensor).pop(_VALUES, None)
-    elif covers(tensor):
-        keep(tensor, Values(functools.partial(_laid, value, _place(tensor)), later=False))
+        attributes(tensor).pop(_VALUES, None)
+    elif is_covering_whole_storage(tensor):
+        set_values(
+            tensor,
+            Values(functools.partial(_match_layout, value, _read_layout(tensor)), later=False),
+        )
     elif values is not None and not values.is_large:
         values.settle()
-        real(tensor).copy_(value.reshape(tensor.shape))
-    if is_mirrored and (values := values_in(tensor)) is not None:
+        view_known_values(tensor).copy_(value.reshape(tensor.shape))
+    if is_mirrored and (values := stored_values(tensor)) is not None:
         values.is_mirrored = True
 
 
-def explain(tensor: torch.Tensor, reason: str) -> None:
+def store_unknown_reason(tensor: torch.Tensor, reason: str) -> None:
     """Store why a tensor's integers or booleans are unknown; ignore floats and known values."""
-    if is_whole(tensor) and values_in(tensor) is None:
-        _attributes(tensor)[_REASON] = reason
+    if has_integral_dtype(tensor) and stored_values(tensor) is None:
+        attributes(tensor)[_REASON] = reason
 
 
-def share(tensor: torch.Tensor, source: torch.Tensor) -> None:
+def share_values(tensor: torch.Tensor, source: torch.Tensor) -> None:
     """Make `tensor` share the values of `source`, or the reason why they are unknown."""
-    values = values_in(source)
+    values = stored_values(source)
     if values is not None:
-        keep(tensor, values)
-    elif (reason := reason_of(source)) is not None:
-        explain(tensor, reason)
+        set_values(tensor, values)
+    elif (reason := read_unknown_reason(source)) is not None:
+        store_unknown_reason(tensor, reason)
 
 
-def reason_of(tensor: torch.Tensor) -> str | None:
+def read_unknown_reason(tensor: torch.Tensor) -> str | None:
     """Return why the values of a tensor are unknown; None if no reason is stored."""
-    return _attributes(tensor).get(_REASON)
+    return attributes(tensor).get(_REASON)
 
 
-def are_too_many(tensors: Iterable[torch.Tensor]) -> bool:
+def has_too_many_elements(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether any of the tensors is too large, or depends on a tensor that is too large."""
     return any(
         tensor.numel() > MAX_NUMEL
-        or ((values := values_in(tensor)) is not None and values.is_large)
+        or ((values := stored_values(tensor)) is not None and values.is_large)
         for tensor in tensors
     )
 
 
-def note(
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+def set_output_values(
+    func: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     tensors: Sequence[torch.Tensor],
     outputs: Sequence[FakeTensor],
 ) -> None:
     """Set the values of new outputs of `func`, whose inputs are known; compute them when read."""
     new = []
     for index, tensor in enumerate(outputs):
-        if _may_hold(tensor) and not is_known(tensor):  # a known output is a view of an input
+        if _can_have_known_values(tensor) and not is_known(
+            tensor
+        ):  # a known output is a view of an input
             tensor.constant = None
             new.append((index, tensor))
-    if are_too_many([*tensors, *(tensor for _, tensor in new)]):
+    if has_too_many_elements([*tensors, *(tensor for _, tensor in new)]):
         for _, tensor in new:
-            keep(tensor, Values.too_large())
+            set_values(tensor, Values.too_large())
         return
     is_small = all(tensor.numel() <= _SMALL for tensor in (*tensors, *outputs))
     is_drawn = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
     later = not (is_small or is_drawn) and all(isinstance(tensor, FakeTensor) for tensor in tensors)
-    results = functools.cache(functools.partial(_run, func, _noted(args), _noted(kwargs)))
-    inputs = [values for tensor in tensors if (values := values_in(tensor)) is not None]
+    results = functools.cache(
+        functools.partial(_run_on_saved_values, func, _save_values(args), _save_values(kwargs))
+    )
+    inputs = [values for tensor in tensors if (values := stored_values(tensor)) is not None]
     for index, tensor in new:
-        compute = functools.partial(_part, results, index, _place(tensor))
-        keep(tensor, Values(compute, inputs, later=later))
+        compute = functools.partial(_pick_result, results, index, _read_layout(tensor))
+        set_values(tensor, Values(compute, inputs, later=later))
 
 
-def write(
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+def run_write(
+    func: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     tensors: Sequence[torch.Tensor],
     written: Sequence[torch.Tensor],
 ) -> None:
     """Run an operation that overwrites known tensors with known values."""
-    if are_too_many(tensors):
+    if has_too_many_elements(tensors):
         for tensor in written:
             if isinstance(tensor, FakeTensor):
-                keep(tensor, Values.too_large())
+                set_values(tensor, Values.too_large())
         return
-    inputs = [values for tensor in tensors if (values := values_in(tensor)) is not None]
-    outputs = [values for tensor in written if (values := values_in(tensor)) is not None]
+    inputs = [values for tensor in tensors if (values := stored_values(tensor)) is not None]
+    outputs = [values for tensor in written if (values := stored_values(tensor)) is not None]
     for values in outputs:
         values.settle()
-    _run(func, _noted(args), _noted(kwargs))
+    _run_on_saved_values(func, _save_values(args), _save_values(kwargs))
     for values in outputs:
         values.is_mirrored |= any(each.is_mirrored for each in inputs)
 
 
-def read(
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+def run_read(
+    func: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     tensors: Sequence[torch.Tensor],
-) -> Any:
+) -> object:
     """Run an operation on the values of known tensors, and return its result."""
-    if are_too_many(tensors):
-        _refuse_size()
-    return func(*_resolved(_noted(args)), **_resolved(_noted(kwargs)))
+    if has_too_many_elements(tensors):
+        _raise_too_large()
+    return func(*_restore_values(_save_values(args)), **_restore_values(_save_values(kwargs)))
 
 
 class _Noted(NamedTuple):
@@ -290,35 +325,39 @@ class _Noted(NamedTuple):
     place: _Place
 
 
-def _noted(value: Any) -> Any:
+def _save_values(value: object) -> object:
     if isinstance(value, torch.Tensor):
-        return _Noted(values_in(value) or Values.too_large(), _place(value))
+        return _Noted(stored_values(value) or Values.too_large(), _read_layout(value))
     if isinstance(value, (list, tuple)):
-        return [_noted(part) for part in value]
+        return [_save_values(part) for part in value]
     if isinstance(value, Mapping):
-        return {name: _noted(part) for name, part in value.items() if name != "pin_memory"}
+        return {name: _save_values(part) for name, part in value.items() if name != "pin_memory"}
     return value
 
 
-def _resolved(noted: Any) -> Any:
+def _restore_values(noted: object) -> Any:
     if isinstance(noted, _Noted):
         return noted.place.view(noted.values.storage())
     if isinstance(noted, list):
-        return [_resolved(part) for part in noted]
+        return [_restore_values(part) for part in noted]
     if isinstance(noted, dict):
-        return {name: _resolved(part) for name, part in noted.items()}
+        return {name: _restore_values(part) for name, part in noted.items()}
     return noted
 
 
-def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Sequence[torch.Tensor]:
-    return tensors_in(func(*_resolved(args), **_resolved(kwargs)))
+def _run_on_saved_values(
+    func: Callable[..., object], args: object, kwargs: object
+) -> Sequence[torch.Tensor]:
+    return tensors_in(func(*_restore_values(args), **_restore_values(kwargs)))
 
 
-def _part(results: Callable[[], Sequence[torch.Tensor]], index: int, place: _Place) -> torch.Tensor:
-    return _laid(results()[index], place)
+def _pick_result(
+    results: Callable[[], Sequence[torch.Tensor]], index: int, place: _Place
+) -> torch.Tensor:
+    return _match_layout(results()[index], place)
 
 
-def _laid(value: torch.Tensor, place: _Place) -> torch.Tensor:
+def _match_layout(value: torch.Tensor, place: _Place) -> torch.Tensor:
     """Return the tensor `value`, or a copy if its layout is not `place`."""
     if (value.dtype, value.stride(), value.storage_offset()) == (
         place.dtype,

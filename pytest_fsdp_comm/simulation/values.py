@@ -3,7 +3,8 @@
 # Note [Known values]
 # Values that depend only on integers, booleans and constants are known, for example an optimizer's
 # step count. Weights, activations and random floats are unknown, but assumed to be finite, so
-# `isfinite` and comparisons with infinity are known.
+# `isfinite` and comparisons with infinity are known. A single number from `uniform_` is drawn,
+# because augmentations such as torchvision's ColorJitter check its range.
 # The result of a collective on known values is computed as if every peer had sent the same values.
 # The result, and everything computed from it, is marked as mirrored. Reading a mirrored value is
 # recorded as an assumption, because the peers' values could differ on real ranks.
@@ -45,12 +46,25 @@ from torch.utils._pytree import tree_map_only
 from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.recording.kernels import set_compiler
 from pytest_fsdp_comm.recording.operations import NAMESPACES, UNKNOWN, call_of, group_of, tensors_in
-from pytest_fsdp_comm.recording.owners.stack import running
-from pytest_fsdp_comm.recording.patches import hide_from_compiler
+from pytest_fsdp_comm.recording.owners.stack import running_modules
+from pytest_fsdp_comm.recording.patches import hide_package_from_compiler
 from pytest_fsdp_comm.recording.value_dependence import note_answer
 from pytest_fsdp_comm.simulation import memory
-from pytest_fsdp_comm.simulation.groups import RealGroups, mirrored
-from pytest_fsdp_comm.simulation.memory import SimulationError, is_known, is_mirrored, is_whole
+from pytest_fsdp_comm.simulation.groups import RealGroups, mirror_outputs
+from pytest_fsdp_comm.simulation.memory import (
+    SimulationError,
+    has_integral_dtype,
+    is_known,
+    is_mirrored,
+)
+from pytest_fsdp_comm.simulation.streams import (
+    count_waits_as,
+    current_order,
+    is_called_by_user,
+    note_wait_of_read,
+    wait_on_host,
+    way_of_read,
+)
 
 _CHOICES: Final = {
     torch.ops.aten.topk.default,
@@ -78,6 +92,8 @@ _KEEP_STATISTICS: Final = {"native_batch_norm", "cudnn_batch_norm"}
 _STATISTICS: Final = {"running_mean", "running_var"}
 """Arguments that `_KEEP_STATISTICS` operations overwrite without declaring it in their schemas."""
 _ASKS_FINITE: Final = {"isnan", "isinf", "isposinf", "isneginf"}
+_WAITING: Final = {"c10d", "_dtensor", "symm_mem"}
+"""Namespaces whose operations return a `Work`, or wait for the result themselves."""
 _MARK: Final = "_fsdp_comm_device"
 """Attribute of a storage that holds its simulated device; see Note [Cuda without CUDA]."""
 CPU: Final = torch.device("cpu")
@@ -95,6 +111,7 @@ _SIZED: Final = {
 _TRUTHS: Final = {torch.ops.aten.equal.default, torch.ops.aten.allclose.default}
 _READ: Final = torch.ops.aten._local_scalar_dense.default
 _COPY: Final = torch.ops.aten.copy_.default
+_TO_COPY: Final = torch.ops.aten._to_copy.default
 _MOST_ANSWERS: Final = 10_000
 """Maximum number of unknown values that a line of code can read per test; reading more raises."""
 _ADVICE: Final = {
@@ -144,7 +161,7 @@ _LISTS: Final = frozenset({list, tuple, torch.Size})
 
 
 class _OfThread:
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], object]) -> None:
         self._make, self._held = make, threading.local()
 
     def __get__(self, _: object, __: type) -> Any:
@@ -152,7 +169,7 @@ class _OfThread:
             self._held.value = self._make()
         return self._held.value
 
-    def __set__(self, _: object, value: Any) -> None:
+    def __set__(self, _: object, value: object) -> None:
         self._held.value = value
 
 
@@ -169,7 +186,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
     supports_higher_order_operators = True
 
     def __init__(self, *, answers: bool, shares: tuple[float, ...] | None = None) -> None:
-        hide_from_compiler()
+        hide_package_from_compiler()
         # Accept real tensors, which were created before the simulation, for example as globals of a
         # test module. Their values are known.
         super().__init__(allow_non_fake_inputs=True)
@@ -187,8 +204,11 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
     def simulate(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a simulated copy of a real tensor; its values are known unless it is too large."""
         simulated = self.from_tensor(tensor)
+        if tensor.numel() > memory.MAX_NUMEL:
+            memory.set_values(simulated, memory.Values.too_large())
+            return simulated
         with unset_fake_temporarily():
-            memory.put(simulated, tensor.clone())
+            memory.copy_value_into(simulated, tensor.clone())
         return simulated
 
     @staticmethod
@@ -199,11 +219,11 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
 
     def __torch_dispatch__(
         self,
-        func: Any,
+        func: OpOverload,
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         # Return early in the two most frequent cases: half of all operations in a step read a
         # device, and an eighth have DTensors as arguments.
         if func is _DEVICE and type(args[0]) is FakeTensor:
@@ -214,62 +234,75 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             return self.dispatch(func, types, args, kwargs or {})
         compiler = set_compiler(None)
         try:
-            return self._placed(func, types, args, kwargs or {})
+            return self._dispatch_with_device_marks(func, types, args, kwargs or {})
         finally:
             set_compiler(compiler)
 
-    def _placed(
-        self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _dispatch_with_device_marks(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object],
+        kwargs: Mapping[str, Any],
+    ) -> object:
         place = kwargs.get("device")
         if place is not None and (
             (place.type == "cuda" and not torch.cuda.is_available())
             or (place.type == "cpu" and place.index is not None)
         ):
             kwargs = {**kwargs, "device": CPU}
+        if func is _TO_COPY and place is not None and place.type == "cpu":
+            place = None  # torch names the device even if it only changes the dtype
         custom = _custom_function(func)
-        if custom and _names_group((*args, *kwargs.values())):
+        if custom and _has_group_name((*args, *kwargs.values())):
             with self:
                 return custom(*args, **kwargs)
-        tensors = _tensors(args) + _tensors(kwargs.values())
-        _await(tensors)
+        tensors = _list_tensor_arguments(args) + _list_tensor_arguments(kwargs.values())
+        _await_values(tensors)
+        order = current_order()
+        if order is not None:
+            order.wait_before_use(func, tensors)
+            _note_host_wait(func, args, kwargs, tensors)
         if not (self.has_marks or place):
-            return self._run(func, types, args, kwargs, tensors)
+            return self._run_and_set_values(func, types, args, kwargs, tensors)
         marked = () if func is _COPY else tensors
-        marks = [place] if place else [*filter(None, map(mark_of, marked))]
-        result = self._run(func, types, args, kwargs, tensors)
+        marks = [place] if place else [*filter(None, map(marked_device, marked))]
+        result = self._run_and_set_values(func, types, args, kwargs, tensors)
         if marks and marks[0].type == "cuda":
-            for tensor in (*_fake_tensors(result), *(tensors if _writes(func) else ())):
-                mark(tensor, marks[0])
+            for tensor in (
+                *_fake_tensors(result),
+                *(tensors if _has_written_arguments(func) else ()),
+            ):
+                mark_with_device(tensor, marks[0])
         elif place:  # unmark the result, which may be based on a marked copy
             for tensor in _fake_tensors(result):
-                vars(tensor.untyped_storage()).pop(_MARK, None)
+                remove_device_mark(tensor)
         return result
 
-    def _run(
+    def _run_and_set_values(
         self,
         func: Any,
         types: Sequence[type],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
         tensors: Sequence[torch.Tensor],
-    ) -> Any:
+    ) -> object:
         # Decompose composite operations here, because torch does not decompose them in inference
         # mode.
         if _is_composite(func) and all(tensor.__class__ in _PLAIN_TENSORS for tensor in tensors):
             with self:
                 return func.decompose(*args, **kwargs)
-        follows = all(map(is_known, tensors)) and not _is_made_up(func)
+        follows = all(map(is_known, tensors)) and not _has_unknown_result(func)
         if follows and func is _READ:  # torch would read only `FakeTensor.constant`
-            return self._read(func, args, kwargs, tensors)
+            return self._run_on_known_values(func, args, kwargs, tensors)
         try:
-            result = self._shaped(func, types, args, kwargs)
+            result = self._dispatch_to_fake_kernel(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if follows:
-                return self._read(func, args, kwargs, tensors)
-            if func in _SIZED and all(map(is_known, filter(is_whole, tensors[1:]))):
-                return self._size(func, args)
-            return self._answer(func, args)
+                return self._run_on_known_values(func, args, kwargs, tensors)
+            if func in _SIZED and all(map(is_known, filter(has_integral_dtype, tensors[1:]))):
+                return self._run_with_known_size(func, args)
+            return self._assume_read_value(func, args)
         except UnsupportedOperatorException:
             raise SimulationError(
                 f"{find_call_site()} calls {func.namespace}.{func._opname}, which has no fake "
@@ -279,80 +312,93 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             ) from None
         if isinstance(func, OpOverload) and result is not NotImplemented:
             if not follows:
-                self._follow(func, args, kwargs, tensors, result)
-            elif _writes(func):
-                memory.write(func, args, kwargs, tensors, _written(func, args, kwargs))
+                self._set_partly_known_results(func, args, kwargs, tensors, result)
+            elif _has_written_arguments(func):
+                memory.run_write(func, args, kwargs, tensors, _list_written(func, args, kwargs))
             else:
-                memory.note(func, args, kwargs, tensors, _fake_tensors(result))
+                memory.set_output_values(func, args, kwargs, tensors, _fake_tensors(result))
         return result
 
-    def _shaped(
-        self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _dispatch_to_fake_kernel(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+    ) -> object:
         # torch may decompose this operation. `_is_composing` makes `__torch_dispatch__` pass the
         # inner operations straight to torch, because we handle only the outer operation.
         self._is_composing = isinstance(func, OpOverload)
         try:
-            return self.dispatch(func, types, args, kwargs)
+            result = self.dispatch(func, types, args, kwargs)
         finally:
             self._is_composing = False
+        order = current_order()
+        if order is not None and result is not NotImplemented:
+            order.compute(func, args, kwargs, result)
+        return result
 
-    def _follow(
+    def _set_partly_known_results(
         self,
         func: OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
         tensors: Sequence[torch.Tensor],
-        result: Any,
+        result: object,
     ) -> None:
         """Set the results that are known despite unknown inputs; forget overwritten values."""
         if func.namespace in NAMESPACES:
-            self._communicate(func, args, kwargs, result)
-        elif _writes(func):
-            self._overwrite(func, args, kwargs, tensors)
+            self._set_collective_results(func, args, kwargs, result)
+        elif _has_written_arguments(func):
+            self._set_or_forget_overwritten(func, args, kwargs, tensors)
         else:
             if self._shares is not None and func in _CHOICES:
-                self._choose(_named(func, args, kwargs), result)
+                self._set_chosen_experts(_bind_arguments(func, args, kwargs), result)
             outputs = _fake_tensors(result)
-            if outputs and is_whole(outputs[-1]):
-                _deduce(func, args, kwargs, tensors, outputs)
+            if outputs and has_integral_dtype(outputs[-1]):
+                _set_deducible_outputs(func, args, kwargs, tensors, outputs)
 
-    def _overwrite(
+    def _set_or_forget_overwritten(
         self,
         func: OpOverload,
         args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        kwargs: Mapping[str, object],
         tensors: Sequence[torch.Tensor],
     ) -> None:
+        is_drawn = func._opname == "uniform_" and args[0].numel() == 1 and not args[0].requires_grad
         is_filled = func._opname in _OVERWRITES and all(map(is_known, tensors[1:]))
-        if is_filled and is_whole(args[0]) and memory.covers(args[0]):
-            _zero(args[0])
-            memory.write(func, args, kwargs, tensors, args[:1])
+        if (
+            is_drawn or (is_filled and has_integral_dtype(args[0]))
+        ) and memory.is_covering_whole_storage(args[0]):
+            _set_to_zero(args[0])
+            memory.run_write(func, args, kwargs, tensors, args[:1])
             return
-        if any(_absorbs(func._opname[:-1], tensor, tensor.dtype) for tensor in tensors[:1]):
+        if any(
+            _is_absorbing_operand(func._opname[:-1], tensor, tensor.dtype) for tensor in tensors[:1]
+        ):
             return  # the result is known, as in True.bitwise_or_(unknown)
-        for tensor in _written(func, args, kwargs):
-            memory.put(tensor, None)
-            memory.explain(tensor, _reason(func._opname, args, tensors))
+        for tensor in _list_written(func, args, kwargs):
+            memory.copy_value_into(tensor, None)
+            memory.store_unknown_reason(tensor, _find_reason(func._opname, args, tensors))
         if func is _UNSCALE:  # unknown gradients count as finite
-            _zero(args[1])
+            _set_to_zero(args[1])
 
-    def _read(
+    def _run_on_known_values(
         self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        func: OpOverload,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
         tensors: Sequence[torch.Tensor],
-    ) -> Any:
+    ) -> object:
         if any(map(is_mirrored, tensors)):
-            self._answer_mirrored(func, args)
-        values = memory.read(func, args, kwargs, tensors)
+            self._note_or_refuse_mirrored_read(func, args)
+        values = memory.run_read(func, args, kwargs, tensors)
         result = tree_map_only(torch.Tensor, self.from_tensor, values)
         for tensor, value in zip(_fake_tensors(result), tensors_in(values), strict=True):
-            memory.put(tensor, value, is_mirrored=any(map(is_mirrored, tensors)))
+            memory.copy_value_into(tensor, value, is_mirrored=any(map(is_mirrored, tensors)))
         return result
 
-    def _size(self, func: Any, args: Sequence[Any]) -> Any:
+    def _run_with_known_size(self, func: OpOverload, args: Sequence[Any]) -> object:
         """Run an operation of `_SIZED`, whose result has a known size despite unknown values."""
         if func is _INDEX:  # convert masks to indices, for which torch needs no memory
             places: list[torch.Tensor | None] = []
@@ -361,14 +407,15 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
                     if index is None or not _is_mask(index):
                         places.append(index)
                     else:
-                        places += index.nonzero().unbind(1)
+                        with count_waits_as():  # counted as a read by mask
+                            places += index.nonzero().unbind(1)
                 return torch.ops.aten.index.Tensor(args[0], places)
-        arguments = tree_map_only(torch.Tensor, memory.real, args[1:])
-        values = func(_blank(args[0], func._opname), *arguments)
+        arguments = tree_map_only(torch.Tensor, memory.view_known_values, args[1:])
+        values = func(_replace_with_zeros(args[0], func._opname), *arguments)
         result = tree_map_only(torch.Tensor, self.from_tensor, values)
         for tensor, value in zip(_fake_tensors(result), tensors_in(values), strict=True):
-            if is_whole(value):
-                memory.put(tensor, value)
+            if has_integral_dtype(value):
+                memory.copy_value_into(tensor, value)
         return result
 
     def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> Any:
@@ -379,7 +426,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
     # This overrides a private method (checked in torch 2.13). If torch renames that method, torch's
     # slower code runs instead.
     def _cache_key(
-        self, state: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, state: Any, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> Any:
         """Build most cache keys faster than torch does, which saves a sixth of a step's time."""
         key = [func, torch.get_default_dtype(), torch._C._get_default_device()]
@@ -388,7 +435,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             return _KEY_TYPE(tuple(key))
         return super()._cache_key(state, func, args, kwargs)
 
-    def _add_to_key(self, key: list[Any], args: Sequence[Any]) -> bool:
+    def _add_to_key(self, key: list[object], args: Sequence[Any]) -> bool:
         """Add the properties of `args` to `key`; return False if only torch can build the key."""
         key.append(len(args))
         for arg in args:
@@ -417,10 +464,17 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         # Drop torch's weak references to tensors that were created on meta, because tensors with
         # weak references cannot be swapped.
         self.fake_tensor_converter.meta_converter.tensor_memo.clear()
-        _SWAP(first, second)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        try:
+            _SWAP(first, second)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        except RuntimeError:
+            # torch cannot swap a tensor that a graph saved, for example a parameter of a weight
+            # norm. Outside a simulation, torch does not swap, but sets the data.
+            if not all(isinstance(each, FakeTensor) for each in (first, second)):
+                raise
+            first.data = second
 
-    def _communicate(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    def _set_collective_results(
+        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: Any
     ) -> None:
         """Set the results of a collective if its inputs are known. See Note [Known values]."""
         call = call_of(func)
@@ -428,39 +482,44 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             for tensor, source in zip(
                 _fake_tensors(result), tensors_in([*args, kwargs]), strict=False
             ):
-                memory.share(tensor, source)
+                memory.share_values(tensor, source)
             return
         bound, operation = call.bind(args, kwargs), call.operation
+        order = current_order()
+        if order is not None and func.namespace not in _WAITING:
+            order.track_functional_results(operation.tensors_received(bound, result))
         group = group_of(bound)
         sent = operation.tensors_sent(bound)
         # Combine the lists, because the schemas of c10d do not declare all writes.
-        outputs = [*operation.tensors_received(bound, result), *_written(func, args, kwargs)]
+        outputs = [*operation.tensors_received(bound, result), *_list_written(func, args, kwargs)]
         if operation.kind == "reduce" or operation.kind.startswith(UNKNOWN):
             outputs += sent
         values_sent, reason = _values_sent(sent, outputs)
         values: list[torch.Tensor | None] = [None] * len(outputs)
         if group is not None and self._groups is not None and self._groups.has(group):
             moved = [*sent, *outputs]
-            is_exchanged = bool(moved) and is_whole(moved[0])
+            is_exchanged = bool(moved) and has_integral_dtype(moved[0])
             exchange = self._groups.exchange
             arrives = exchange(operation, group, bound, values_sent) if is_exchanged else None
             if arrives is not None:
-                fill = functools.cache(functools.partial(_fill, outputs, arrives))
+                fill = functools.cache(
+                    functools.partial(_fill_with_received_values, outputs, arrives)
+                )
                 for tensor in outputs:
                     _awaited.setdefault(tensor.untyped_storage()._cdata, []).append(fill)
                 return
         elif group is not None and values_sent:
-            values = mirrored(operation.kind, group, bound, values_sent, outputs)
+            values = mirror_outputs(operation.kind, group, bound, values_sent, outputs)
         is_shared = group is not None and group.size() > 1
         for output, value in zip(outputs, values, strict=True):
-            memory.put(output, value, is_mirrored=is_shared)
-            memory.explain(output, reason)
+            memory.copy_value_into(output, value, is_mirrored=is_shared)
+            memory.store_unknown_reason(output, reason)
 
-    def _answer(self, func: Any, args: Sequence[Any]) -> bool | float:
-        site, how = find_call_site(), _how(func)
-        is_answered = _is_answered(func, args)
+    def _assume_read_value(self, func: OpOverload, args: Sequence[Any]) -> bool | float:
+        site, how = find_call_site(), _name_read(func)
+        is_answered = _can_assume_value(func, args)
         if not (self._answers and is_answered):
-            reason = next(filter(None, map(memory.reason_of, tensors_in(args))), "floats")
+            reason = next(filter(None, map(memory.read_unknown_reason, tensors_in(args))), "floats")
             advice = _ADVICE["strict" if is_answered else reason]
             raise SimulationError(
                 f"{site} reads tensor values ({how}) that a simulated rank cannot compute: "
@@ -479,21 +538,22 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         note_answer(answer, how)
         return answer
 
-    def _answer_mirrored(self, func: Any, args: Sequence[Any]) -> None:
+    def _note_or_refuse_mirrored_read(self, func: OpOverload, args: Sequence[object]) -> None:
         """Record a read of mirrored values as an assumption, or raise under ``strict``."""
-        if self._shares is not None and running():
+        if self._shares is not None and running_modules():
             return  # simulation_splits declares that all ranks route in the same way
         if not self._answers:
             raise SimulationError(
-                f"{find_call_site()} reads values that other ranks would have sent ({_how(func)}). "
+                f"{find_call_site()} reads values that other ranks would have sent "
+                f"({_name_read(func)}). "
                 "A simulated rank can only assume that all ranks hold the same values. If they do, "
                 "as with balanced routing, use simulation_splits='even' or simulate=True; "
                 "otherwise run the test on real ranks, without simulate="
             ) from None
         # An integer can also affect communication after this block, so add it to later recordings.
-        note_answer("mirrored", _how(func), of_process=not _is_answered(func, args))
+        note_answer("mirrored", _name_read(func), of_process=not _can_assume_value(func, args))
 
-    def _choose(self, named: Mapping[str, Any], result: Any) -> None:
+    def _set_chosen_experts(self, named: Mapping[str, Any], result: object) -> None:
         """Set the indices of the chosen experts. See Note [Declared routing]."""
         scores, indices = named["self"], _fake_tensors(result)[-1]
         num_experts, k = scores.shape[-1] if scores.dim() else 0, named.get("k", 1)
@@ -515,10 +575,10 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         places = torch.arange(total, device="cpu").view(k, -1).T.flatten()
         limits = torch.tensor(shares, device="cpu", dtype=torch.float64).cumsum(0)
         chosen = torch.searchsorted(limits, (places + 0.5) / total * limits[-1], right=True)
-        memory.put(indices, chosen.clamp_(max=num_experts - 1).view(indices.shape))
+        memory.copy_value_into(indices, chosen.clamp_(max=num_experts - 1).view(indices.shape))
 
 
-def _is_answered(func: Any, args: Sequence[Any]) -> bool:
+def _can_assume_value(func: OpOverload, args: Sequence[Any]) -> bool:
     # Assume only floats and booleans, which rarely affect communication. Assumed integers would
     # affect it, because they determine shapes.
     if func in _TRUTHS:
@@ -528,39 +588,68 @@ def _is_answered(func: Any, args: Sequence[Any]) -> bool:
     return is_number and (dtype.is_floating_point or dtype == torch.bool)
 
 
-def _how(func: Any) -> str:
+def _name_read(func: OpOverload) -> str:
     name = str(func.overloadpacket.__name__)
     return {"_local_scalar_dense": "item", "index": "a boolean mask"}.get(name, name)
 
 
-def mark(tensor: torch.Tensor, device: torch.device) -> None:
+def mark_with_device(tensor: torch.Tensor, device: torch.device) -> None:
     """Mark the storage of a simulated tensor with a device."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     if isinstance(tensor, FakeTensor) and tensor.fake_device.type != "meta":
-        setattr(tensor.untyped_storage(), _MARK, device)
+        _attributes_of(tensor)[_MARK] = device
         SimulatedTensors.has_marks = SimulatedTensors.has_cuda = True
 
 
-def mark_of(tensor: torch.Tensor) -> torch.device | None:
+def marked_device(tensor: torch.Tensor) -> torch.device | None:
     """Return the device that a simulated tensor is marked with; None if it is not marked."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     if not isinstance(tensor, FakeTensor):
         return None
-    return vars(tensor.untyped_storage()).get(_MARK)
+    return _attributes_of(tensor).get(_MARK)
 
 
-def _tensors(args: Iterable[Any]) -> list[torch.Tensor]:
+def remove_device_mark(tensor: torch.Tensor) -> None:
+    """Remove the mark of a simulated tensor, which then is on the CPU."""
+    _attributes_of(tensor).pop(_MARK, None)
+
+
+def _attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that hold a tensor's mark; a sparse tensor has no storage."""
+    return memory.attributes(tensor) if tensor.layout is torch.strided else vars(tensor)
+
+
+def _note_host_wait(
+    func: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, object],
+    tensors: Sequence[torch.Tensor],
+) -> None:
+    """Note that the host waits, if an operation reads values, or copies them from or to the GPU."""
+    # `devices` notes copies by `Tensor.to`.
+    if func is _COPY:
+        is_to_gpu, is_of_gpu = (marked_device(tensor) is not None for tensor in args[:2])
+        is_blocking = not (kwargs.get("non_blocking") or args[2:3] == (True,))
+        # To torch itself, all tensors are on the CPU, so its own copies stay on the GPU.
+        if is_to_gpu != is_of_gpu and is_blocking and is_called_by_user():
+            wait_on_host("copy_to_device" if is_to_gpu else "copy_to_host")
+    elif way_of_read(func) is not None:
+        is_on_gpu = any(map(marked_device, tensors)) if SimulatedTensors.has_cuda else None
+        note_wait_of_read(func, args, kwargs, is_on_gpu=is_on_gpu)
+
+
+def _list_tensor_arguments(args: Iterable[object]) -> list[torch.Tensor]:
     # Do not use torch's tree_leaves, which would take a fifth of a step's time.
     tensors = []
     for arg in args:
         if isinstance(arg, torch.Tensor):
             tensors.append(arg)
         elif isinstance(arg, (list, tuple)):
-            tensors += _tensors(arg)
+            tensors += _list_tensor_arguments(arg)
     return tensors
 
 
-def _fake_tensors(result: Any) -> list[FakeTensor]:
+def _fake_tensors(result: object) -> list[FakeTensor]:
     if isinstance(result, FakeTensor):
         return [result]
     return [tensor for tensor in tensors_in(result) if isinstance(tensor, FakeTensor)]
@@ -571,14 +660,14 @@ def _values_sent(
 ) -> tuple[list[torch.Tensor] | None, str]:
     """Return a collective's inputs, or None if unknown, and the reason for any unknown results."""
     if not all(map(is_known, sent)):
-        return None, next(filter(None, map(memory.reason_of, sent)), "peer")
-    if memory.are_too_many([*sent, *outputs]):
+        return None, next(filter(None, map(memory.read_unknown_reason, sent)), "peer")
+    if memory.has_too_many_elements([*sent, *outputs]):
         return None, "size"
-    return [*map(memory.real, sent)], "peer"
+    return [*map(memory.view_known_values, sent)], "peer"
 
 
 @functools.cache
-def _is_composite(func: Any) -> bool:
+def _is_composite(func: object) -> bool:
     # Check for kernels first, because some operations that read sizes have no kernel at all.
     if not isinstance(func, OpOverload) or not torch._C._dispatch_has_kernel(func._schema.name):
         return False
@@ -586,19 +675,19 @@ def _is_composite(func: Any) -> bool:
 
 
 @functools.cache
-def _custom_function(func: Any) -> Callable[..., Any] | None:
+def _custom_function(func: object) -> Callable[..., object] | None:
     """Return a custom operator's real implementation, because the fake one does not communicate."""
     operator = OPDEFS.get(func._schema.name) if isinstance(func, OpOverload) else None
     return operator._init_fn if operator else None
 
 
-def _names_group(args: Iterable[Any]) -> bool:
+def _has_group_name(args: Iterable[object]) -> bool:
     names = {*distributed_c10d._world.pg_names.values()}
     return any(isinstance(arg, str) and arg in names for arg in args)
 
 
 @functools.cache
-def _is_made_up(func: Any) -> bool:
+def _has_unknown_result(func: object) -> bool:
     """Return whether the results are unknown even if all arguments are known."""
     if not isinstance(func, OpOverload) or func.namespace in NAMESPACES:
         return True
@@ -607,48 +696,52 @@ def _is_made_up(func: Any) -> bool:
 
 
 @functools.cache
-def _writes(func: Any) -> bool:
+def _has_written_arguments(func: object) -> bool:
     # The schemas of collectives do not declare all writes, so assume that every collective writes.
     return isinstance(func, OpOverload) and (
         func._schema.is_mutable or func.namespace in NAMESPACES or func._opname in _KEEP_STATISTICS
     )
 
 
-def _deduce(
+def _set_deducible_outputs(
     func: OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     tensors: Sequence[torch.Tensor],
     outputs: Sequence[FakeTensor],
 ) -> None:
     """Set integer or boolean outputs that are known despite unknown inputs, or store why not."""
     name = func._opname
     if "empty" in name:  # uninitialized on a real rank, so any value will do
-        _zero(outputs[0])
+        _set_to_zero(outputs[0])
     elif name in _SHAPED:
-        blanks = [_blank(arg, name) for arg in args]
-        memory.note(func, blanks, kwargs, (), outputs)
-    elif name in _ASKS_FINITE or (name in _COMPARES and _is_bound(*args)):
+        blanks = [_replace_with_zeros(arg, name) for arg in args]
+        memory.set_output_values(func, blanks, kwargs, (), outputs)
+    elif name in _ASKS_FINITE or (name in _COMPARES and _is_same_for_finite_values(*args)):
         zero = torch.zeros((), device="cpu")
         truth = func(*(zero if isinstance(arg, torch.Tensor) else arg for arg in args))
-        memory.note(truth.expand, [outputs[0].shape], {}, (), outputs)
-    elif any(_absorbs(name, tensor, outputs[0].dtype) for tensor in tensors):
+        memory.set_output_values(truth.expand, [outputs[0].shape], {}, (), outputs)
+    elif any(_is_absorbing_operand(name, tensor, outputs[0].dtype) for tensor in tensors):
         truth = torch.full((), _ABSORBS[name], dtype=outputs[0].dtype, device="cpu")
-        memory.note(truth.expand, [outputs[0].shape], {}, [*filter(is_known, tensors)], outputs)
+        memory.set_output_values(
+            truth.expand, [outputs[0].shape], {}, [*filter(is_known, tensors)], outputs
+        )
     else:
         for tensor in outputs:
-            memory.explain(tensor, _reason(name, args, tensors))
+            memory.store_unknown_reason(tensor, _find_reason(name, args, tensors))
 
 
-def _absorbs(name: str, tensor: torch.Tensor, to: torch.dtype) -> bool:
+def _is_absorbing_operand(name: str, tensor: torch.Tensor, to: torch.dtype) -> bool:
     """Return whether this argument alone determines the result, as True does in ``True or x``."""
     value = _ABSORBS.get(name)  # among integers, only zero absorbs
     if value is None or (value and to != torch.bool) or not is_known(tensor):
         return False
-    return not memory.are_too_many([tensor]) and bool((memory.real(tensor) == value).all())
+    return not memory.has_too_many_elements([tensor]) and bool(
+        (memory.view_known_values(tensor) == value).all()
+    )
 
 
-def _is_bound(left: Any, right: Any) -> bool:
+def _is_same_for_finite_values(left: object, right: object) -> bool:
     """Return whether a comparison has the same result for all finite tensor values."""
     return left is right or (isinstance(right, float) and not math.isfinite(right))
 
@@ -657,14 +750,14 @@ def _is_mask(index: torch.Tensor) -> bool:
     return index.dtype in {torch.bool, torch.uint8}
 
 
-def _zero(tensor: torch.Tensor) -> None:
+def _set_to_zero(tensor: torch.Tensor) -> None:
     if isinstance(tensor, FakeTensor):
-        memory.put(tensor, None)
+        memory.copy_value_into(tensor, None)
         zeros = functools.partial(torch.zeros, dtype=tensor.dtype, device="cpu")
-        memory.note(zeros, [tensor.shape], {}, (), [tensor])
+        memory.set_output_values(zeros, [tensor.shape], {}, (), [tensor])
 
 
-def _blank(tensor: Any, name: str) -> Any:
+def _replace_with_zeros(tensor: object, name: str) -> object:
     """Return zeros in place of a tensor whose values are not read; return other types unchanged."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
@@ -672,27 +765,27 @@ def _blank(tensor: Any, name: str) -> Any:
     return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(shape)
 
 
-def _reason(name: str, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> str:
+def _find_reason(name: str, args: Sequence[object], tensors: Sequence[torch.Tensor]) -> str:
     """Return why integers or booleans in a result are unknown, as a key of `_ADVICE`."""
     if name in {"eq", "ne"} and isinstance(args[1], torch.Tensor):
         return "matches"
-    reason = next(filter(None, map(memory.reason_of, tensors)), None)
+    reason = next(filter(None, map(memory.read_unknown_reason, tensors)), None)
     return reason or ("scores" if name in _CHOOSES else "floats")
 
 
-def is_own(tensor: torch.Tensor) -> bool:
+def is_known_without_peers(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's values are known without assumptions about other ranks."""
-    _await([tensor])
+    _await_values([tensor])
     return is_known(tensor) and not is_mirrored(tensor)
 
 
-def values_of(tensor: torch.Tensor) -> torch.Tensor:
+def await_and_view_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with memory that holds the values, or `tensor` if they are unknown."""
-    _await([tensor])
-    return memory.real(tensor)
+    _await_values([tensor])
+    return memory.view_known_values(tensor)
 
 
-def _fill(
+def _fill_with_received_values(
     outputs: Sequence[torch.Tensor], arrives: Callable[[], Sequence[torch.Tensor] | None]
 ) -> None:
     with unset_fake_temporarily():
@@ -702,23 +795,27 @@ def _fill(
             value = None
             if parts is not None:
                 value, parts = parts[: tensor.numel()].view(tensor.shape), parts[tensor.numel() :]
-            memory.put(tensor, None if value is None else value.clone())
-            memory.explain(tensor, "peer")
+            memory.copy_value_into(tensor, None if value is None else value.clone())
+            memory.store_unknown_reason(tensor, "peer")
 
 
-def _await(tensors: Sequence[torch.Tensor]) -> None:
+def _await_values(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors if _awaited else ():
         if isinstance(tensor, FakeTensor):
             for fill in _awaited.pop(tensor.untyped_storage()._cdata, ()):
                 fill()
 
 
-def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _bind_arguments(
+    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> dict[str, object]:
     return {**dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)), **kwargs}
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    named = _named(func, args, kwargs)
+def _list_written(
+    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> list[Any]:
+    named = _bind_arguments(func, args, kwargs)
     statistics = _STATISTICS if func._opname in _KEEP_STATISTICS else ()
     return [
         tensor

@@ -25,10 +25,10 @@ from pytest_fsdp_comm.snapshots.lines import (
     NUMBER,
     RANKS,
     SnapshotLines,
+    append_ranks,
     folded_lines,
     header,
     read_world,
-    with_ranks,
     world_lines,
 )
 from pytest_fsdp_comm.text.fqn import NO_MODULE, escape, expand, read_word, unescape, write_word
@@ -56,9 +56,12 @@ from pytest_fsdp_comm.text.rank_lists import RANKS_PATTERN, write_ranks
 
 # Marks a recording made with a torch version that does not report which calls are asynchronous.
 _ASYNC_UNKNOWN: Final = "async unknown"
+# Marks a recording that shows which calls are exposed, and where the host waits.
+_OVERLAP_KNOWN: Final = "overlap known"
 # Marks a recording that omits the bytes of calls that carry activations. Totals still count these
 # calls.
 _UNSIZED: Final = "activation sizes not compared"
+_FLAGS: Final = frozenset({_ASYNC_UNKNOWN, _OVERLAP_KNOWN, _UNSIZED})
 _PEAK: Final = "peak gathered "
 _ANSWER: Final = "answered "
 _TOTAL: Final = "total "
@@ -68,7 +71,8 @@ _OF_RANKS: Final = rf"(?: {RANKS}(?P<ranks>{RANKS_PATTERN}))?"
 _RECORD: Final = re.compile(
     rf"(?P<phase>{'|'.join(Phase)}) (?P<names>[^ ]+) "
     r"(?:(?P<kind>[^ \[]+)\[(?P<axis>[^ ]*)\] (?P<calls>x.+?)|"
-    rf"(?:(?P<action>unshard|reshard)|redistribute (?P<change>[^ ]+)) x(?P<count>{NUMBER}))"
+    rf"(?:(?P<action>unshard|reshard)|redistribute (?P<change>[^ ]+)|"
+    rf"host_wait (?P<way>[^ ]+)) x(?P<count>{NUMBER}))"
     rf"{_OF_RANKS}"
 )
 _ROLES: Final = "|".join(Role)
@@ -99,11 +103,12 @@ def _comm_lines(profile: CommProfile) -> list[str]:
     )
     written = cache(write_ranks)  # many rows share a long list of ranks
     for row in profile.rows:
-        content = with_ranks(_row_content(row), written(row.ranks))
+        content = append_ranks(_row_content(row), written(row.ranks))
         names_of[row.phase, row.subject][content].append(row.owner)
     return [
         *world_lines(profile.world_size, profile.recorded_ranks, profile.mesh_axes),
         *([] if profile.shows_async else [_ASYNC_UNKNOWN]),
+        *([_OVERLAP_KNOWN] if profile.shows_overlap else []),
         *([] if profile.sizes_activations else [_UNSIZED]),
         *map(_answer_line, profile.answers),
         *(
@@ -120,7 +125,7 @@ def _comm_lines(profile: CommProfile) -> list[str]:
 
 
 def _peak_line(peak: GatheredPeak) -> str:
-    return with_ranks(f"{_PEAK}{peak.nbytes:_} B", write_ranks(peak.ranks))
+    return append_ranks(f"{_PEAK}{peak.nbytes:_} B", write_ranks(peak.ranks))
 
 
 def _answer_line(answer: Answer) -> str:
@@ -133,6 +138,7 @@ def _row_content(row: Row) -> str:
         "collective": _kind_and_axis(row.what, row.axis),
         "reshard": row.what,
         "redistribution": f"redistribute {write_word(row.what)}",
+        "host_wait": f"host_wait {write_word(row.what)}",
     }[row.subject]
     return f"{operation} {', '.join(map(str, row.calls))}"
 
@@ -158,18 +164,16 @@ def read_comm(lines: SnapshotLines) -> CommProfile:
     world = read_world(lines)
     ranks_of = cache(world.read_ranks)  # many rows share a long list of ranks
     axes, used = {axis.name for axis in world.mesh_axes}, set[str]()
-    shows_async = sizes_activations = True
+    flags = set[str]()
     answers: list[Answer] = []
     rows: list[Row] = []
     peaks: list[GatheredPeak] = []
     for number, line in enumerate(lines.lines[world.end - 1 : -1], start=world.end):
-        with lines.at(number):
+        with lines.locate_errors(number):
             if line.startswith(_TOTAL):
                 break
-            if line == _ASYNC_UNKNOWN:
-                shows_async = False
-            elif line == _UNSIZED:
-                sizes_activations = False
+            if line in _FLAGS:
+                flags.add(line)
             elif match := _ANSWER_LINE.fullmatch(line):
                 words = {name: read_word(text) for name, text in match.groupdict().items()}
                 answers.append(Answer(**words))
@@ -178,7 +182,9 @@ def read_comm(lines: SnapshotLines) -> CommProfile:
                 peaks.append(GatheredPeak(nbytes=_read_nbytes(match), ranks=ranks))
             elif match := _RECORD.fullmatch(line):
                 ranks = ranks_of(match["ranks"] or "")
-                row = _read_row(match, ranks, sizes_activations=sizes_activations)
+                row = _read_row(match, ranks, sizes_activations=_UNSIZED not in flags)
+                if _OVERLAP_KNOWN not in flags:
+                    _check_has_no_overlap(row)
                 used.add(row.axis)
                 if row.axis and row.axis not in axes:
                     raise ValueError("expected an axis that has a 'mesh' line above")
@@ -196,8 +202,9 @@ def read_comm(lines: SnapshotLines) -> CommProfile:
         rows=sort_rows(rows),
         peaks=tuple(peaks),
         recorded_ranks=world.ranks,
-        shows_async=shows_async,
-        sizes_activations=sizes_activations,
+        shows_async=_ASYNC_UNKNOWN not in flags,
+        shows_overlap=_OVERLAP_KNOWN in flags,
+        sizes_activations=_UNSIZED not in flags,
         answers=tuple(sorted({*answers})),
         torch_version=lines.torch_version,
     )
@@ -205,14 +212,29 @@ def read_comm(lines: SnapshotLines) -> CommProfile:
     return profile
 
 
+def _check_has_no_overlap(row: Row) -> None:
+    """Raise ValueError if the row shows overlap, which is known only for simulated ranks."""
+    if row.subject == "host_wait" or any(calls.exposed for calls in row.calls):
+        raise ValueError(
+            f"expected a line {_OVERLAP_KNOWN!r} above, without which a snapshot has neither "
+            "'exposed' nor 'host_wait'"
+        )
+
+
 def _read_row(match: re.Match[str], ranks: tuple[int, ...], *, sizes_activations: bool) -> Row:
     phase = Phase(match["phase"])
     if match["kind"] is None:
+        subjects: dict[str, Subject] = {
+            "action": "reshard",
+            "change": "redistribution",
+            "way": "host_wait",
+        }
+        group = next(group for group in subjects if match[group])
         return Row(
-            subject="reshard" if match["action"] else "redistribution",
+            subject=subjects[group],
             phase=phase,
             owner=None,
-            what=match["action"] or read_word(match["change"]),
+            what=read_word(match[group]),
             calls=(Calls(count=int(match["count"])),),
             ranks=ranks,
         )
@@ -236,7 +258,8 @@ def _read_calls(text: str, *, sizes_activations: bool) -> tuple[Calls, ...]:
         if match is None:
             raise ValueError(
                 f"bad calls {quoted_part(part)}: expected something like 'x2 of 64 B float32 "
-                "parameters', then optionally 'ahead 1', 'async', 'peer +1', 'root 0' or 'by max'"
+                "parameters', then optionally 'ahead 1', 'async', 'peer +1', 'root 0', 'by max' or "
+                "'exposed'"
             )
         words = {name: word for name, word in CALL_WORDS.items() if match[name] is not None}
         calls.append(

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from itertools import accumulate
 from typing import Literal
 
 from pytest_fsdp_comm.comm import diff as comm_diff
-from pytest_fsdp_comm.comm.diff import Change
-from pytest_fsdp_comm.comm.explanation.steps import Evidence
+from pytest_fsdp_comm.comm.explanation.evidence import Evidence, count_carried_elements
 from pytest_fsdp_comm.comm.profile import CommProfile
-from pytest_fsdp_comm.reports.changes import (
-    headline,
-    headline_of_steps,
-    render_comparison,
-    render_tree_changes,
-)
-from pytest_fsdp_comm.reports.explanation import FailureText
-from pytest_fsdp_comm.snapshots.documents import Profile
+from pytest_fsdp_comm.reports.changes import render_comparison, render_tree_changes
+from pytest_fsdp_comm.reports.explanation import Failure, Statement
+from pytest_fsdp_comm.snapshots.documents import Profile, divergence_of
 from pytest_fsdp_comm.tree import diff as tree_diff
-from pytest_fsdp_comm.tree.diff import TreeChange
 from pytest_fsdp_comm.tree.profile import (
     ParameterFacts,
     TreeFacts,
@@ -31,45 +25,48 @@ from pytest_fsdp_comm.tree.profile import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """How two snapshots differ, or why they were not compared."""
-
-    explanation: FailureText
-    changes: tuple[Change, ...] | tuple[TreeChange, ...] = ()
-    """The changes; empty if the compared facts are equal or nothing was compared."""
-    text: str = ""
-    """Replaces the headline of `changes`: a model-wide change, or why nothing was compared."""
-
-
 def explain_profiles(
     sides: tuple[Profile, Profile], *, where: str, evidence: Evidence | None = None
-) -> Difference:
+) -> Failure:
     """Explain how a reviewed and a recorded profile differ."""
-    old, new = sides
+    failure = make_failure_head(sides, where=where)
     match sides:
         case CommProfile() as old, CommProfile() as new:
             comparison = comm_diff.compare(old, new, evidence)
-            explanation = render_comparison(comparison, snapshot=where, notes=new.notes)
-            return Difference(
-                explanation=_within_scope(explanation, old, new),
-                changes=comparison.changes,
-                text=headline_of_steps(comparison),
-            )
+            statements = render_comparison(comparison, notes=new.notes).statements
         case TreeProfile() as old, TreeProfile() as new:
-            changes = tree_diff.compare(old, new)
-            explanation = render_tree_changes(changes, snapshot=where)
-            return Difference(explanation=_within_scope(explanation, old, new), changes=changes)
-    text = f"the snapshot's kind is {kind_of(old)!r}, but {kind_of(new)!r} was recorded"
-    return Difference(explanation=replace(head_of(sides, where=where), changes=(text,)), text=text)
+            carried_elements = 0 if evidence is None else evidence.carried_elements
+            changes = tree_diff.compare(old, new, carried_elements=carried_elements)
+            statements = render_tree_changes(changes).statements
+        case old, new:
+            text = f"the snapshot's kind is {kind_of(old)!r}, but {kind_of(new)!r} was recorded"
+            statements = (Statement(severity="change", text=text),)
+    return replace(failure, statements=(*failure.statements, *statements))
 
 
-def head_of(sides: tuple[Profile, Profile], *, where: str) -> FailureText:
-    """Return only the first line of `explain_profiles`, which is the same on all ranks."""
+def make_failure_head(sides: tuple[Profile, Profile], *, where: str) -> Failure:
+    """Return the first line of `explain_profiles`, which is the same on all ranks, and a fix."""
     old, new = sides
     compared = "comm_mode" if isinstance(new, CommProfile) else "fsdp_tree"
-    head = FailureText(head=f"{compared} differs from {where}", compared=compared, snapshot=where)
-    return _within_scope(head, old, new)
+    scopes: list[str] = []
+    fixes: list[str] = []
+    if isinstance(old, CommProfile) and isinstance(new, CommProfile):
+        scopes, fixes = _explain_activation_sizes(old, new)
+    versions = [profile.torch_version.partition("+")[0] for profile in sides]
+    if kind_of(old) == kind_of(new) and all(versions) and versions[0] != versions[1]:
+        scopes.append(f"recorded with torch {versions[0]}, this is {versions[1]}")
+    statements = [Statement(severity="fix", text=fix) for fix in fixes]
+    head = f"{compared} differs from {where}"
+    if diverged := divergence_of(new):
+        head = f"{compared} compared with {where}: its ranks diverge"
+        statements.append(Statement(severity="ranks diverge", text=diverged))
+    return Failure(
+        head=", ".join((head, *scopes)),
+        compared=compared,
+        snapshot=where,
+        scope=", ".join(scopes),
+        statements=tuple(statements),
+    )
 
 
 def kind_of(profile: Profile) -> Literal["comm", "tree"]:
@@ -77,63 +74,40 @@ def kind_of(profile: Profile) -> Literal["comm", "tree"]:
     return "comm" if isinstance(profile, CommProfile) else "tree"
 
 
-def headline_of_values(differences: Mapping[str, Difference]) -> str:
-    """Return one line: the most important change, and why some values could not be compared."""
-    # Changes that break training come first, then model-wide changes.
-    for diff in sorted(differences.values(), key=lambda diff: not diff.text):
-        if diff.explanation.training:
-            return diff.text or headline(diff.changes)
-    changes = [change for diff in differences.values() for change in diff.changes]
-    model_wide = [diff.text for diff in differences.values() if diff.text and diff.changes]
-    texts = {name: diff.text for name, diff in differences.items() if diff.text}
-    if model_wide:
-        return model_wide[0]
-    if not changes and len({*texts.values()}) == 1:
-        return next(iter(texts.values()))
-    first = [headline(changes)] if changes else []
-    return "; ".join((*first, *(f"{name}: {text}" for name, text in texts.items())))
-
-
-def evidence_of(pairs: Iterable[tuple[Profile, Profile]]) -> Evidence | None:
-    """Return evidence for causes from the first pair of trees; None if there are no trees."""
+def evidence_of(pairs: Collection[tuple[Profile, Profile]]) -> Evidence | None:
+    """Return evidence from the first pair of trees and all recordings; None without trees."""
+    carried_elements = sum(
+        count_carried_elements(old, new).total()
+        for old, new in pairs
+        if isinstance(old, CommProfile) and isinstance(new, CommProfile)
+    )
     for old, new in pairs:
-        match old, new:
-            case TreeProfile(common=TreeFacts() as was), TreeProfile(common=TreeFacts() as now):
-                return tree_evidence(was, now)
+        if isinstance(old, TreeProfile) and isinstance(new, TreeProfile):
+            # Stages of a pipeline have different trees, which are evidence for their own modules.
+            old_tree, new_tree = old.union(), new.union()
+            if old_tree is not None and new_tree is not None:
+                return replace(tree_evidence(old_tree, new_tree), carried_elements=carried_elements)
     return None
 
 
-def _within_scope(explanation: FailureText, was: Profile, now: Profile) -> FailureText:
-    """Mention in the first line that torch versions differ, or that sizes are not compared."""
-    if kind_of(was) != kind_of(now):
-        return explanation
-    if isinstance(was, CommProfile) and isinstance(now, CommProfile):
-        explanation = _within_sizes(explanation, was, now)
-    old, new = (profile.torch_version.partition("+")[0] for profile in (was, now))
-    if not old or not new or old == new:
-        return explanation
-    return explanation.within(f"recorded with torch {old}, this is {new}")
-
-
-def _within_sizes(explanation: FailureText, was: CommProfile, now: CommProfile) -> FailureText:
+def _explain_activation_sizes(old: CommProfile, new: CommProfile) -> tuple[list[str], list[str]]:
+    """Say whether activation sizes are compared, and how to compare them, unless both have them."""
     option = "activation_nbytes=False"
-    if was.sizes_activations and now.sizes_activations:
-        return explanation
-    if not (was.sizes_activations or now.sizes_activations):
-        return explanation.within(f"activation sizes not compared ({option})")
-    written, compared = ("with", "without") if now.sizes_activations else ("without", "with")
-    cure = f"with comm_snapshot({option})" if now.sizes_activations else f"without {option}"
-    return explanation.within(
-        f"which was recorded {written} {option} and is compared {compared} it",
-        f"compare as the file was recorded, {cure}",
-    )
+    if old.sizes_activations and new.sizes_activations:
+        return [], []
+    if not (old.sizes_activations or new.sizes_activations):
+        return [f"activation sizes not compared ({option})"], []
+    written, compared = ("with", "without") if new.sizes_activations else ("without", "with")
+    fix = f"with comm_snapshot({option})" if new.sizes_activations else f"without {option}"
+    scope = f"which was recorded {written} {option} and is compared {compared} it"
+    return [scope], [f"compare as the file was recorded, {fix}"]
 
 
 def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
     """Return changes to the units that exist in both trees, as evidence for likely causes."""
     before, after = old.units.get(1, {}), new.units.get(1, {})
     units = frozenset(before) & frozenset(after)
-    parameters = _parameters_of(units, old.parameters, new.parameters)
+    parameters = _pair_parameters_by_unit(units, old.parameters, new.parameters)
     frozen: set[str] = set()
     partly_frozen: set[str] = set()
     thawed: set[str] = set()
@@ -148,7 +122,22 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
         frozen=frozenset(frozen),
         partly_frozen=frozenset(partly_frozen),
         thawed=frozenset(thawed),
-        trainable=frozenset(_trainable({*before, *after}, new.parameters)),
+        trainable=frozenset(_list_trainable_modules({*before, *after}, new.parameters)),
+        old_modules=frozenset(
+            prefix
+            for name in old.parameters
+            for prefix in accumulate(name.split("."), "{}.{}".format)
+        ),
+        placed_axes=frozenset(
+            axis for facts in new.parameters.values() for axis, _ in facts.placements
+        )
+        - {axis for unit in after.values() for axis in (unit.shard_axis, unit.replicate_axis)},
+        split_axes=_find_split_axes(old.parameters, new.parameters),
+        unmanaged=frozenset(
+            name.rpartition(".")[0]
+            for name, facts in new.parameters.items()
+            if facts.trainable and not facts.managed
+        ),
         policies={
             unit: policy
             for unit in units
@@ -178,7 +167,20 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
     )
 
 
-def _trainable(units: set[str], parameters: Mapping[str, ParameterFacts]) -> Iterator[str]:
+def _find_split_axes(
+    old: Mapping[str, ParameterFacts], new: Mapping[str, ParameterFacts]
+) -> dict[str, frozenset[str]]:
+    """Return the axes over which both trees shard a parameter of a module in the same way."""
+    axes: defaultdict[str, frozenset[str]] = defaultdict(frozenset)
+    for name in old.keys() & new.keys():
+        same = {*old[name].placements} & {*new[name].placements}
+        axes[name.rpartition(".")[0]] |= {axis for axis, how in same if how.startswith("Shard")}
+    return axes
+
+
+def _list_trainable_modules(
+    units: set[str], parameters: Mapping[str, ParameterFacts]
+) -> Iterator[str]:
     """Yield the module and the unit of each trainable parameter."""
     unit_of = {module: unit for unit in units for module in unit.split("+")}
     for name in (name for name, facts in parameters.items() if facts.trainable):
@@ -193,7 +195,7 @@ def _unit_around(name: str, unit_of: Mapping[str, str]) -> str | None:
     return unit_of.get(name)
 
 
-def _parameters_of(
+def _pair_parameters_by_unit(
     units: frozenset[str], old: Mapping[str, ParameterFacts], new: Mapping[str, ParameterFacts]
 ) -> dict[str, list[tuple[ParameterFacts, ParameterFacts]]]:
     unit_of = {module: unit for unit in units for module in unit.split("+")}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import Final, Self, TypeAlias
+from typing import Self, TypeAlias
 
 from pytest_fsdp_comm.comm import profile as comm
+from pytest_fsdp_comm.comm.mesh import group_counts
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.snapshots import comm_text, tree_text
 from pytest_fsdp_comm.snapshots.lines import MAX_BYTES, SnapshotLines, line_error, too_large
@@ -32,7 +33,7 @@ class SnapshotText(str):
         return snapshot
 
     @classmethod
-    def of(cls, profile: Profile, *, where: str) -> Self:
+    def from_profile(cls, profile: Profile, *, where: str) -> Self:
         """Format a profile as text, and attach the profile, because the text omits some facts."""
         if isinstance(profile, CommProfile):
             snapshot = cls(comm_text.format_profile(profile), where=where)
@@ -48,10 +49,16 @@ class SnapshotText(str):
         return read(self.lines)
 
 
-def has_further_ranks(old: Profile, new: Profile) -> bool:
+def has_lost_ranks(old: Profile, new: Profile) -> bool:
     """Return whether an update would lose ranks that only the old profile has."""
     before, after = (set(side.recorded_ranks or range(side.world_size)) for side in (old, new))
     return not before <= after
+
+
+def divergence_of(profile: Profile) -> str:
+    """Return where the ranks of a recording diverge; an empty string if they do not."""
+    divergence = profile.divergence if isinstance(profile, CommProfile) else None
+    return "" if divergence is None else str(divergence)
 
 
 def body(text: str) -> str:
@@ -67,7 +74,8 @@ def differs(old: SnapshotText, new: SnapshotText) -> bool:
         case CommProfile() as was, CommProfile() as now:
             is_same_scope = was.sizes_activations == now.sizes_activations
             was, now = comm.comparable(was, now)
-            return not is_same_scope or was != now
+            counts, new_counts = group_counts(was.mesh_axes), group_counts(now.mesh_axes)
+            return not is_same_scope or was != now or counts != new_counts
         case TreeProfile() as before, TreeProfile() as after:
             return tree.comparable(before, after) != after
     return True
@@ -95,19 +103,3 @@ def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
         problem = f"it cannot be read as UTF-8 text ({error.reason})"
         raise line_error(where, line, problem, "a snapshot") from None
     return SnapshotText(text, where=where)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file's text, or raise OSError; readers never see a partly written file."""
-    unfinished = path.with_name(f".{path.name[:200]}.{os.getpid()}")
-    try:
-        unfinished.write_text(text, encoding="utf-8", newline="\n")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-# Subdirectories of ``--comm-artifacts``, organized like the snapshot directory. `RECEIVED` contains
-# what failed tests recorded; `EXPECTED` contains the snapshots that the recordings did not match.
-RECEIVED: Final = "received"
-EXPECTED: Final = "expected"

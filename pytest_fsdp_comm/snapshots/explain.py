@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,30 +14,27 @@ import pytest
 from syrupy.assertion import AssertionResult
 from syrupy.terminal import disable_color
 
-from pytest_fsdp_comm.errors import IncompleteRecordingError, SnapshotFormatError
-from pytest_fsdp_comm.reports.ci.outcomes import Comparisons
+from pytest_fsdp_comm.errors import IncompleteRecordingError, SnapshotFormatError, printable
 from pytest_fsdp_comm.reports.explanation import (
-    ACCEPT,
-    RECORD,
-    FailureText,
+    NO_SNAPSHOT,
+    Failure,
     failure_lines,
-    summary_lines,
+    join_failures,
 )
-from pytest_fsdp_comm.snapshots.differences import (
-    Difference,
-    evidence_of,
-    explain_profiles,
-    head_of,
-    headline_of_values,
+from pytest_fsdp_comm.snapshots.differences import evidence_of, explain_profiles, make_failure_head
+from pytest_fsdp_comm.snapshots.documents import (
+    Profile,
+    SnapshotText,
+    divergence_of,
+    has_lost_ranks,
 )
-from pytest_fsdp_comm.snapshots.documents import Profile, SnapshotText, has_further_ranks
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 from pytest_fsdp_comm.snapshots.failed_comparison import (
     FAILED_COMPARISON,
     UNEXPLAINED,
     FailedComparison,
 )
-from pytest_fsdp_comm.snapshots.unused import describe_neighbour, path_from
+from pytest_fsdp_comm.snapshots.unused import MISSING, describe_neighbour, path_from
 from pytest_fsdp_comm.text.words import shell_word, show_path
 
 # Options that the accept command has to repeat, because they affect the recording.
@@ -58,36 +54,22 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
     item = assertion.test_location.item
     if UNEXPLAINED in item.stash:
         del item.stash[UNEXPLAINED]
-    differences = _explain(assertion, results)
     for result in results.values():
-        if result.exception is None and result.asserted_data is not None and assertion.explains:
+        if _is_acceptable(result) and result.asserted_data is not None and assertion.explains:
             assertion.extension.keep_artifacts(
                 result.snapshot_location,
                 received=str(result.asserted_data),
                 expected=None if result.recalled_data is None else str(result.recalled_data),
             )
-    texts = {name: difference.explanation for name, difference in differences.items()}
-    accept = _accept_command(item, list(results.values()))
-    everything = failure_lines(texts, accept=accept, everything=True)
+    failure = explain_results(assertion, results)
     is_ci = any(os.environ.get(name) for name in ("CI", "BUILD_NUMBER"))
     is_verbose = is_ci or item.config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS) > 1
-    lines = everything if is_verbose else failure_lines(texts, accept=accept)
     item.stash[FAILED_COMPARISON] = FailedComparison(
-        first_line=lines[0],
-        below="\n".join(_file_lines(assertion, results)) if is_verbose else "",
-        comparisons=Comparisons(
-            files=(),
-            headline=headline_of_values(differences) if assertion.explains else "",
-            explanation=tuple(line for line in everything if not line.startswith(ACCEPT)),
-            summaries=summary_lines(texts.values()),
-            sent=tuple(change for text in texts.values() for change in text.sent),
-            cost=tuple(line for text in texts.values() for line in text.cost),
-            # If there is no snapshot yet, the explanation already contains a command.
-            accept="" if any(line.startswith(RECORD) for line in everything) else accept,
-            test=_quoted_id(item),
-        ),
+        failure=failure,
+        is_explained=assertion.explains,
+        below=tuple(map(printable, _list_diff_lines(assertion, results))) if is_verbose else (),
     )
-    return list(lines)
+    return list(failure_lines(failure, everything=is_verbose))
 
 
 def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None:
@@ -100,7 +82,9 @@ def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None
         return
     lines = explain_comparison(None, item.stash.get(UNEXPLAINED, None))
     if lines is not None:
-        item.stash[FAILED_COMPARISON] = replace(item.stash[FAILED_COMPARISON], lines=tuple(lines))
+        failed = item.stash[FAILED_COMPARISON]
+        below = (*lines, *failed.below)
+        item.stash[FAILED_COMPARISON] = replace(failed, below=below, is_bare=True)
 
 
 def fail_unasserted(item: pytest.Item) -> None:
@@ -109,68 +93,52 @@ def fail_unasserted(item: pytest.Item) -> None:
     lines = explain_comparison(None, assertion) or []
     at = f"  compared at {assertion.compared_at}, where the test ignored the result: assert it"
     below = item.stash[FAILED_COMPARISON].below
-    pytest.fail("\n".join([*lines, at, *filter(None, [below])]), pytrace=False)
+    pytest.fail("\n".join([*lines, at, *below]), pytrace=False)
 
 
-def explain_result(
-    assertion: CommSnapshot, name: str, result: AssertionResult
-) -> tuple[FailureText, str, str]:
-    """Return a value's explanation, the command that accepts its change, and its headline."""
-    difference = _explain(assertion, {name: result})[name]
-    explanation = difference.explanation
-    headline = "\n".join(explanation.summaries) or headline_of_values({name: difference})
-    return explanation, _accept_command(assertion.test_location.item, [result]), headline
-
-
-def _explain(
-    assertion: CommSnapshot, results: Mapping[str, AssertionResult]
-) -> dict[str, Difference]:
-    """Explain why each result failed; the mappings are keyed by the names of compared values."""
-    root = assertion.test_location.item.config.rootpath
-    differences = {}
+def explain_results(assertion: CommSnapshot, results: Mapping[str, AssertionResult]) -> Failure:
+    """Explain why results, keyed by the names of values, failed, and how to accept the changes."""
+    item = assertion.test_location.item
+    root = item.config.rootpath
+    failures = {}
     for name, result in results.items():
         where = show_path(Path(result.snapshot_location), root)
         if result.exception is not None:
             error = str(result.exception) or type(result.exception).__name__
-            explanation = FailureText.of_text(error)
-            text = describe_problem(result.exception, where=where)
-            differences[name] = Difference(explanation=explanation, text=text)
+            problem = describe_problem(result.exception, where=where)
+            failures[name] = Failure.from_error(error, problem)
         elif result.recalled_data is None:
             # The test was probably renamed, or its snapshot is for a different world size.
             neighbour = assertion.explains and describe_neighbour(
-                assertion.test_location.item,
-                Path(result.snapshot_location),
-                str(result.asserted_data),
+                item, Path(result.snapshot_location), str(result.asserted_data)
             )
-            explanation = FailureText(
-                head=f"there is no snapshot {where} yet",
-                changes=(f"  {neighbour}",) if neighbour else (),
-                is_missing=True,
-            )
-            differences[name] = Difference(explanation=explanation, text="no snapshot yet")
+            error = f"{MISSING}{where} yet\n" + f"  {neighbour}" * bool(neighbour)
+            failures[name] = Failure.from_error(error, NO_SNAPSHOT)
         for sides in _compared_profiles(result):
-            differences[name] = _difference(assertion, name, sides, where)
-    return differences
+            failures[name] = _explain_sides(assertion, name, sides, where)
+    return join_failures(
+        failures, command=_accept_command(item, [*results.values()]), test=_quoted_id(item)
+    )
 
 
-def _difference(
+def _explain_sides(
     assertion: CommSnapshot, name: str, sides: tuple[Profile, Profile], where: str
-) -> Difference:
+) -> Failure:
     """Explain once how a value differs; all ranks except one get only the first line."""
     if not assertion.explains:
-        return Difference(explanation=head_of(sides, where=where))
-    if name not in assertion.differences:
+        return make_failure_head(sides, where=where)
+    if name not in assertion.failures:
         # Trees that were compared together with a recording help explain its changes.
         pairs = [
             pair for _, result in assertion.last_results for pair in _compared_profiles(result)
         ]
-        assertion.differences[name] = explain_profiles(
-            sides, where=where, evidence=evidence_of(pairs)
-        )
-    return assertion.differences[name]
+        assertion.failures[name] = explain_profiles(sides, where=where, evidence=evidence_of(pairs))
+    return assertion.failures[name]
 
 
-def _file_lines(assertion: CommSnapshot, results: Mapping[str, AssertionResult]) -> Iterator[str]:
+def _list_diff_lines(
+    assertion: CommSnapshot, results: Mapping[str, AssertionResult]
+) -> Iterator[str]:
     """Yield the diff of each file, preceded by its value and path if there are several files."""
     root = assertion.test_location.item.config.rootpath
     for name, result in results.items():
@@ -184,15 +152,15 @@ def _file_lines(assertion: CommSnapshot, results: Mapping[str, AssertionResult])
 
 
 def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str:
-    """Return the command that accepts the failed comparisons; empty if an update would fail."""
-    if any(result.exception is not None for result in failed):
+    """Return `Failure.command` for the failed comparisons; empty if an update would fail."""
+    if not all(map(_is_acceptable, failed)):
         return ""
     # An update refuses to replace a recording that has more ranks, so first remove its file.
     wider = [
-        shlex.quote(path_from(item.config, Path(result.snapshot_location)))
+        shell_word(path_from(item.config, Path(result.snapshot_location)))
         for result in failed
         for old, new in _compared_profiles(result)
-        if has_further_ranks(old, new)
+        if has_lost_ranks(old, new)
     ]
     options = {name: item.config.getoption(name) for name in _OPTIONS}
     # Without --comm-backend=fake, the update records all ranks, so it can replace the file.
@@ -201,7 +169,14 @@ def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str
     remove = f"rm {' '.join(wider)} && " if wider else ""
     args = [f"{name}={value}" for name, value in options.items() if value is not None]
     args += _root_options(item)
-    return " ".join([f"{remove}pytest --snapshot-update", *args, _quoted_id(item)])
+    return " ".join([f"{remove}pytest --snapshot-update", *args, ""])
+
+
+def _is_acceptable(result: AssertionResult) -> bool:
+    """Return whether an update could write the recording."""
+    # Without an exception, the data is a `SnapshotText`, or None if nothing was recorded.
+    data = cast("SnapshotText | None", result.asserted_data)
+    return result.exception is None and not (data is not None and divergence_of(data.profile))
 
 
 def _root_options(item: pytest.Item) -> list[str]:
@@ -213,7 +188,7 @@ def _root_options(item: pytest.Item) -> list[str]:
     if not given and not any(file.exists() for file in files):
         return []
     paths = {"--rootdir": config.rootpath, "--config-file": config.inipath}
-    return [f"{key}={shlex.quote(path_from(config, path))}" for key, path in paths.items() if path]
+    return [f"{key}={shell_word(path_from(config, path))}" for key, path in paths.items() if path]
 
 
 def _compared_profiles(result: AssertionResult) -> list[tuple[Profile, Profile]]:
@@ -240,5 +215,5 @@ def _quoted_id(item: pytest.Item) -> str:
     _, separator, names = item.nodeid.partition("::")
     name = f"{module}{separator}{names}"
     # Double quotes are enough for brackets, which occur in the ids of most parametrized tests.
-    is_plain = name.isprintable() and not re.search(r'["$`\\!]', name)
+    is_plain = printable(name) == name and not re.search(r'["$`\\!]', name)
     return f'"{name}"' if is_plain else shell_word(name)

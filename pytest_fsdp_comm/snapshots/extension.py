@@ -17,38 +17,39 @@ from syrupy.data import SnapshotCollections
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 from syrupy.location import PyTestLocation
 
-from pytest_fsdp_comm.comm.profile import CommProfile, without_activation_sizes
+from pytest_fsdp_comm.comm.profile import CommProfile, remove_activation_sizes
 from pytest_fsdp_comm.errors import (
     EmptyRecordingError,
     FsdpCommError,
     IncompleteRecordingError,
+    RanksDivergedError,
     SnapshotFormatError,
+    printable,
 )
 from pytest_fsdp_comm.gathering import gather_values
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OBSERVER, OPTIONS, SETTINGS
 from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.snapshots.documents import (
-    EXPECTED,
-    RECEIVED,
     Profile,
     SnapshotText,
     body,
     differs,
-    has_further_ranks,
+    divergence_of,
+    has_lost_ranks,
     read_snapshot,
-    write_atomically,
 )
 from pytest_fsdp_comm.snapshots.failed_comparison import COMPARED, UNEXPLAINED
 from pytest_fsdp_comm.snapshots.lines import REMEDY
-from pytest_fsdp_comm.snapshots.names import PART, SUFFIX, basename, written_module
+from pytest_fsdp_comm.snapshots.names import PART, SUFFIX, basename, module_to_directory
+from pytest_fsdp_comm.text.files import EXPECTED, RECEIVED, is_nested, write_atomically
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import first_of, show_path
 from pytest_fsdp_comm.tree.model import ShardTree
 from pytest_fsdp_comm.tree.profile import merge, tree_facts
 
 if TYPE_CHECKING:
-    from pytest_fsdp_comm.snapshots.differences import Difference
+    from pytest_fsdp_comm.reports.explanation import Failure
 
 # Sends this rank's string to all ranks of the test; returns all ranks' strings in rank order.
 Gather: TypeAlias = Callable[[str], list[str]]
@@ -90,6 +91,10 @@ _REFUSED: Final = {
         "do not change what is sent, use comm_snapshot(allow_value_dependent=True)"
     ),
 }
+_DIVERGED: Final = (
+    "nothing was written: a backend matches the calls of a process group by their order, so all "
+    "its ranks must issue the same calls in the same order"
+)
 # Maximum number of gaps to list. The error then has at most 8 lines; pytest truncates longer ones.
 _MAX_GAPS: Final = 4
 
@@ -129,13 +134,16 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
 
     def serialize(self, data: _Comparison, **_: Any) -> SnapshotText:
         """Merge all ranks' values into one snapshot; raise if they are empty or incomplete."""
-        profile = self._profile(data)
+        profile = self._gather_profile(data)
         if isinstance(profile, CommProfile):
             check_completeness(profile, allowed=data.allowed)
+            # If there is a file, compare with it, because the failure also explains that change.
+            if profile.divergence and (self._updates or not Path(data.location).exists()):
+                raise RanksDivergedError(f"{profile.divergence}\n{_DIVERGED}")
             if not data.activation_nbytes:
-                profile = without_activation_sizes(profile)
+                profile = remove_activation_sizes(profile)
         try:
-            text = SnapshotText.of(profile, where=_RECORDING)
+            text = SnapshotText.from_profile(profile, where=_RECORDING)
             if self._updates:
                 # Parse the text now, so that an update writes no file that later runs cannot read.
                 profile = SnapshotText(str(text), where=_RECORDING).profile
@@ -145,18 +153,21 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
                 "compare a part of the model, or fewer ranks"
             ) from None
         if self._updates and body(self._updated.setdefault(data.location, text)) != body(text):
+            place = self._show_location(data.location)
             raise FsdpCommError(
-                f"this test compares two different recordings with {self._relative(data.location)}"
-                ", and an update cannot write both: give the second one a name, "
+                f"this test compares two different recordings with {place}, and an update cannot "
+                "write both: give the second one a name, "
                 'comm_snapshot(name="second")'
             )
         return text
 
-    def _profile(self, data: _Comparison) -> Profile:
+    def _gather_profile(self, data: _Comparison) -> Profile:
         value, allow_empty = data.value, "empty" in data.allowed
         if hasattr(value, "merged_profile"):
-            profile: CommProfile = value.merged_profile()
-            if not (profile.collectives or allow_empty or self._had_collectives(data.location)):
+            profile: CommProfile = value.merged_profile(allow_divergence=True)
+            if not (
+                profile.collectives or allow_empty or self._has_reviewed_collectives(data.location)
+            ):
                 raise EmptyRecordingError(
                     "the recording has no collectives, so a snapshot of it would check nothing: is "
                     "the model sharded, and does it run inside `with comm_mode(model):`? If the "
@@ -185,15 +196,17 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
             f"{label}; for other values use syrupy's plain `snapshot` fixture"
         )
 
-    def _had_collectives(self, location: str) -> bool:
+    def _has_reviewed_collectives(self, location: str) -> bool:
         """Return whether the snapshot has collectives that a comparison can report as removed."""
-        reviewed = read_snapshot(Path(location), where=self._relative(location))
+        reviewed = read_snapshot(Path(location), where=self._show_location(location))
         profile = reviewed.profile if reviewed and not self._updates else None
         return isinstance(profile, CommProfile) and bool(profile.collectives)
 
     def matches(self, *, serialized_data: Any, snapshot_data: Any) -> bool:
         """Return whether compared facts are equal; if updating all ranks, compare texts instead."""
         old: SnapshotText = snapshot_data
+        if isinstance(serialized_data, SnapshotText) and divergence_of(serialized_data.profile):
+            return False
         if body(serialized_data) == body(old):
             return True
         # Parse the file first, so that a broken file raises instead of being overwritten.
@@ -205,8 +218,11 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         new = serialized_data
         if not isinstance(new, SnapshotText):
             new = SnapshotText(new, where=_RECORDING)
+        loses_ranks = has_lost_ranks(reviewed, new.profile)
+        if self._updates and not loses_ranks:
+            return False
         is_same = not differs(old, new)
-        if self._updates and not is_same and has_further_ranks(reviewed, new.profile):
+        if self._updates and not is_same:
             ranks = name_ranks(reviewed.recorded_ranks) if reviewed.recorded_ranks else "all ranks"
             raise FsdpCommError(
                 f"{old.lines.where} was recorded on {ranks}, but this run recorded only "
@@ -222,9 +238,9 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         """Read a file; raise if it is broken, so that not even an update overwrites it."""
         del snapshot_name, session_id
         path = Path(snapshot_location)
-        return read_snapshot(path, where=self._relative(snapshot_location))
+        return read_snapshot(path, where=self._show_location(snapshot_location))
 
-    def _relative(self, location: str) -> str:
+    def _show_location(self, location: str) -> str:
         return show_path(Path(location), self._rootdir)
 
     @classmethod
@@ -235,7 +251,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     def dirname(cls, *, test_location: PyTestLocation) -> str:
         """Return ``<snapshot directory>/<path of the test module without .py>``."""
         config = test_location.item.config
-        module = written_module(Path(test_location.filepath), config.rootpath)
+        module = module_to_directory(Path(test_location.filepath), config.rootpath)
         return str(config.stash[OPTIONS].snapshot_dir / module)
 
     @classmethod
@@ -267,6 +283,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
             # Write the expected file first, so that it is complete once the received file exists.
             for side, text in ((EXPECTED, expected), (RECEIVED, received)):
                 path = directory / side / Path(location).relative_to(self._options.snapshot_dir)
+                _check_outside(path.parent, self._options.snapshot_dir)
                 if text is None:
                     path.unlink(missing_ok=True)
                 else:
@@ -275,8 +292,10 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         except OSError as problem:
             # Only warn, because the failed comparison is reported anyway.
             warnings.warn(
-                f"--comm-artifacts: cannot write the recording ({problem}), so `fsdp-comm accept` "
-                "cannot accept it",
+                printable(
+                    f"--comm-artifacts: cannot write the recording ({problem}), so `fsdp-comm "
+                    "accept` cannot accept it"
+                ),
                 pytest.PytestWarning,
                 stacklevel=1,
             )
@@ -284,6 +303,12 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     def diff_lines(self, serialized_data: Any, snapshot_data: Any) -> Iterator[str]:
         """Yield the diff of two snapshots, without their first lines, which are never compared."""
         yield from super().diff_lines(body(serialized_data), body(snapshot_data))
+
+
+def _check_outside(path: Path, snapshot_dir: Path) -> None:
+    # The session refuses to start with such a directory, but cannot know all links inside it.
+    if is_nested(path, snapshot_dir):
+        raise OSError(f"{show_path(path)} leads into the snapshot directory")
 
 
 def check_completeness(profile: CommProfile, *, allowed: AbstractSet[str] = frozenset()) -> None:
@@ -316,8 +341,8 @@ class CommSnapshot(SnapshotAssertion):
         self.allows_unused = False
         self.explains = True
         """Whether this rank explains failures; the other ranks only report the first line."""
-        self.differences: dict[str, Difference] = {}
-        """The explained differences of the last comparison, keyed by value name."""
+        self.failures: dict[str, Failure] = {}
+        """The explained failures of the last comparison, keyed by value name."""
         self.compared_at = ""
         """The call site of the first comparison that failed, as ``path:line``."""
         self._comparisons = 0
@@ -399,10 +424,10 @@ class CommSnapshot(SnapshotAssertion):
             isinstance(key, str) and key and PART not in key for key in other
         ):
             values = other or values
-        self.differences = {}
+        self.failures = {}
         try:
             self.last_results = tuple(
-                (key, self._compare(key, value)) for key, value in values.items()
+                (key, self._compare_value(key, value)) for key, value in values.items()
             )
             item = self.test_location.item
             observer = item.config.stash.get(OBSERVER, None)
@@ -426,7 +451,7 @@ class CommSnapshot(SnapshotAssertion):
             "comm_mode.counts(...) to check that something is sent"
         )
 
-    def _compare(self, key: str, value: object) -> AssertionResult:
+    def _compare_value(self, key: str, value: object) -> AssertionResult:
         first = self._changes.name or (str(self._comparisons) if self._comparisons else "")
         # The value "comm" of a dict uses the same file as a single value.
         self._index = PART.join(filter(None, (first, "" if key == "comm" else key))) or 0

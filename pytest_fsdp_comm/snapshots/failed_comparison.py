@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.reports.explanation import SECTION
+from pytest_fsdp_comm.reports.explanation import (
+    SECTION,
+    Failure,
+    summarize_changes,
+    write_headline,
+)
 from pytest_fsdp_comm.text.codec import from_json, to_json
 from pytest_fsdp_comm.text.words import first_of
-
-if TYPE_CHECKING:
-    from pytest_fsdp_comm.reports.ci.outcomes import Comparisons
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedComparison:
-    """The explanation of a test's failed comparison, or the last one if several failed."""
+    """A test's failed comparison, or the last one if several failed, and how pytest prints it."""
 
-    first_line: str
-    """The first line of the explanation, which pytest's failure report contains."""
-    comparisons: Comparisons
-    """The differences, without `files`, which are known only when the test ends."""
-    below: str
-    """Text to print in a section below the traceback; empty for no section."""
-    lines: tuple[str, ...] = ()
-    """The explanation, if pytest does not print it; otherwise empty."""
+    failure: Failure
+    is_explained: bool
+    """Whether this rank explains the failure; the other ranks have only its first line."""
+    below: tuple[str, ...] = ()
+    """Lines of a section below the traceback; empty for no section."""
+    is_bare: bool = False
+    """Whether `below` contains the explanation, because pytest does not print it."""
 
 
 FAILED_COMPARISON: Final = pytest.StashKey[FailedComparison]()
@@ -47,8 +48,10 @@ DIFFERS: Final = "comm_differs"
 EXPLAINS: Final = "comm_explains"
 # Where a test hangs, as ``path:line``: in the rank that others wait for, or else in a waiting rank.
 HANGS_AT: Final = "comm_hangs_at"
-# The test's `Comparisons` as JSON.
-_COMPARISONS: Final = "comm_comparisons"
+# The snapshot files that the test compared, relative to pytest's root, without duplicates.
+_FILES: Final = "comm_files"
+# The test's `Failure` as JSON; missing if no comparison differed.
+_FAILURE: Final = "comm_failure"
 
 # Number of lines to keep of a hang report. These lines say that the test hangs, which rank waits
 # for which, and where.
@@ -56,7 +59,9 @@ _HANG_LINES: Final = 4
 # Maximum number of tests to list below a change that they share.
 _MOST_TESTS: Final = 10
 # Names of the properties that the plugin adds to a test in JUnit XML.
-_PROPERTIES: Final = ("comm_snapshot", "comm_headline", "comm_change", "comm_cost")
+_PROPERTIES: Final = (
+    *("comm_snapshot", "comm_headline", "comm_severity", "comm_change", "comm_cost"),
+)
 
 
 def reason_of(report: pytest.TestReport) -> str:
@@ -77,47 +82,46 @@ def add_to_report(item: pytest.Item, report: pytest.TestReport) -> None:
     crash = getattr(longrepr, "reprcrash", None)
     message = report.longreprtext if crash is None else crash.message
     is_cause = failed is not None and (
-        failed.first_line in message or (crash is not None and bool(failed.lines))
+        failed.failure.head in message or (crash is not None and failed.is_bare)
     )
-    _add_comparisons(item, report, failed if is_cause else None)
+    explained = failed.failure if failed and is_cause and failed.is_explained else None
+    _add_comparisons_to_report(item, report, explained)
     if failed is None or not is_cause:
         return
-    vars(report)[EXPLAINS] = bool(failed.comparisons.headline)
+    vars(report)[EXPLAINS] = failed.is_explained
     if crash is None:
         # `fail_unasserted` failed the test, without a traceback.
-        vars(report)[DIFFERS] = failed.first_line
+        vars(report)[DIFFERS] = failed.failure.head
         return
     # Keep the user's assert message, if any, as the first line. pytest usually drops the prefix
     # "AssertionError: ", so accept the message with or without it.
-    leads = bool(failed.lines) or crash.message.removeprefix("AssertionError: ").startswith(
-        "assert "
-    )
-    vars(report)[DIFFERS] = failed.first_line if leads else crash.message.partition("\n")[0]
-    vars(report)[_HEADLINE] = failed.comparisons.headline if leads else ""
-    if leads and failed.comparisons.headline:
-        crash.message = failed.comparisons.headline
-    below = "\n".join((*failed.lines, *filter(None, [failed.below])))
-    if below:
-        longrepr.addsection(SECTION, below)
+    leads = failed.is_bare or crash.message.removeprefix("AssertionError: ").startswith("assert ")
+    headline = write_headline(explained) if explained and leads else ""
+    vars(report)[DIFFERS] = failed.failure.head if leads else crash.message.partition("\n")[0]
+    vars(report)[_HEADLINE] = headline
+    crash.message = headline or crash.message
+    if failed.below:
+        longrepr.addsection(SECTION, "\n".join(failed.below))
 
 
-def _add_comparisons(
-    item: pytest.Item, report: pytest.TestReport, failed: FailedComparison | None
+def _add_comparisons_to_report(
+    item: pytest.Item, report: pytest.TestReport, failure: Failure | None
 ) -> None:
     if report.when != "call" or not item.stash.get(COMPARED, None):
         return
-    from pytest_fsdp_comm.reports.ci.outcomes import Comparisons  # noqa: PLC0415  # few sessions need it
-
-    compared = item.stash[COMPARED]
-    files = tuple(compared)
-    comparisons = replace(failed.comparisons if failed else Comparisons(files=()), files=files)
-    vars(report)[_COMPARISONS] = to_json(comparisons)
-    properties = [
-        *(("comm_snapshot", file) for file in files),
-        *([("comm_headline", comparisons.headline)] if comparisons.headline else []),
-        *(("comm_change", line) for line in comparisons.summaries if line != comparisons.headline),
-        *(("comm_cost", line) for line in comparisons.cost),
-    ]
+    files = [*item.stash[COMPARED]]
+    vars(report)[_FILES] = files
+    properties = [("comm_snapshot", file) for file in files]
+    if failure is not None:
+        vars(report)[_FAILURE] = to_json(failure)
+        headline = write_headline(failure)
+        lines = [line for line in summarize_changes(failure) if line != headline]
+        properties += [
+            ("comm_headline", headline),
+            ("comm_severity", failure.severity),
+            *(("comm_change", line) for line in lines),
+            *(("comm_cost", cost.text) for cost in failure.select("cost")),
+        ]
     # JUnit XML reads the properties of the teardown's report, which pytest copies from the item, so
     # set them on the item. If a test is rerun, the item still has the old properties.
     user_properties = [pair for pair in item.user_properties if pair[0] not in _PROPERTIES]
@@ -125,14 +129,16 @@ def _add_comparisons(
     report.user_properties = list(item.user_properties)
 
 
-def comparisons_of(report: object) -> Comparisons | None:
-    """Return the comparisons that a report contains; only reports of the call phase have any."""
-    data = getattr(report, _COMPARISONS, None)
-    if data is None:
-        return None
-    from pytest_fsdp_comm.reports.ci.outcomes import Comparisons  # noqa: PLC0415  # see above
+def compared_files(report: object) -> tuple[str, ...] | None:
+    """Return the files that a test compared; None if the report is not of a test that compared."""
+    files = getattr(report, _FILES, None)
+    return None if files is None else tuple(files)
 
-    return from_json(Comparisons, data)
+
+def failure_of(report: object) -> Failure | None:
+    """Return the failed comparison that made a test fail; None if it failed for another reason."""
+    data = getattr(report, _FAILURE, None)
+    return None if data is None else from_json(Failure, data)
 
 
 def has_headline(report: object) -> bool:
@@ -142,26 +148,28 @@ def has_headline(report: object) -> bool:
 
 def print_shared_changes(reporter: pytest.TerminalReporter) -> None:
     """Print each change that made several tests fail, and one command that accepts all of them."""
-    failed = {report.nodeid: comparisons_of(report) for report in reporter.stats.get("failed", ())}
-    differing = {nodeid: tests for nodeid, tests in failed.items() if tests and tests.headline}
-    if not differing:
+    failed = {report.nodeid: failure_of(report) for report in reporter.stats.get("failed", ())}
+    failures = {nodeid: failure for nodeid, failure in failed.items() if failure}
+    if not failures:
         return
     from pytest_fsdp_comm.reports.ci.outcomes import (  # noqa: PLC0415  # needed only after failures
-        accept_all,
         group_changes,
         has_other_amounts,
+        make_joint_accept_command,
+        summarize_group,
     )
 
-    shared = [nodeids for nodeids in group_changes(differing) if len(nodeids) > 1]
+    shared = [nodeids for nodeids in group_changes(failures) if len(nodeids) > 1]
     if shared:
         reporter.write_sep("-", "communication changes that failed several tests")
     for nodeids in shared:
-        differ = has_other_amounts(differing[nodeid] for nodeid in nodeids)
+        first = failures[nodeids[0]]
+        differ = has_other_amounts(failures[nodeid] for nodeid in nodeids)
         amounts = " (numbers of the first test)" if differ else ""
-        summary = f"{differing[nodeids[0]].summary}{amounts}"
+        summary = f"{summarize_group(first)}{amounts}"
         reporter.write_line(f"{len(nodeids)} tests: {summary}", red=True)
         listed, more = first_of(nodeids, _MOST_TESTS)
         for line in (*map(printable, listed), *[f"and {more} more"] * bool(more)):
             reporter.write_line(f"  {line}")
-        accept = accept_all([differing[nodeid] for nodeid in nodeids])
-        reporter.write_line(f"accept these {len(nodeids)}: {accept}")
+        accept = make_joint_accept_command([failures[nodeid] for nodeid in nodeids])
+        reporter.write_line(f"accept these {len(nodeids)}{first.although}: {accept}")

@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Final
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis, axis_of, merge_axes
-from pytest_fsdp_comm.errors import SnapshotFormatError, quoted
+from pytest_fsdp_comm.errors import SnapshotFormatError, quote_text
 from pytest_fsdp_comm.text.fqn import (
     NO_MODULE,
     escape,
@@ -22,6 +22,7 @@ from pytest_fsdp_comm.text.fqn import (
     unescape,
 )
 from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all, read_ranks, write_ranks
+from pytest_fsdp_comm.text.words import shell_word
 
 # Note [Strict reading]: a reader parses a file with few checks, formats the result as text again,
 # and compares this text with the file. It therefore accepts only files that the plugin itself could
@@ -42,6 +43,7 @@ INDENT: Final = "  "
 RANKS: Final = "ranks "
 _WORLD_SIZE: Final = "world_size "
 _MESH: Final = "mesh "
+_GROUPS: Final = " groups "
 
 NUMBER: Final = r"[1-9][0-9]{0,17}"
 REMEDY: Final = (
@@ -92,12 +94,13 @@ class SnapshotLines:
         if conflict is not None:
             number = 1 + text.count("\n", 0, conflict.start())
             line = text[conflict.start() :].partition("\n")[0]
+            file = shell_word(where)
             raise SnapshotFormatError(
-                f"{where}, line {number}: it reads {quoted(line)}, a merge conflict marker; "
+                f"{where}, line {number}: it reads {quote_text(line)}, a merge conflict marker; "
                 "expected one side of the conflict. Nothing was overwritten: choose a side with "
-                f"`git checkout --ours {where}` or `git checkout --theirs {where}` (if the markers "
+                f"`git checkout --ours {file}` or `git checkout --theirs {file}` (if the markers "
                 "are already committed, restore the file from an earlier commit: "
-                f"`git checkout COMMIT -- {where}`), then run the test; if it fails and the "
+                f"`git checkout COMMIT -- {file}`), then run the test; if it fails and the "
                 "change is intended, add --snapshot-update"
             )
         self.lines: list[str] = text.split("\n")
@@ -109,7 +112,7 @@ class SnapshotLines:
             last = len(self.lines) - (self.lines[-1] == "" and len(self.lines) > 1)
             raise self.error(
                 last,
-                f"the file ends with {quoted(self.lines[last - 1])}",
+                f"the file ends with {quote_text(self.lines[last - 1])}",
                 f"{END!r} as the last line, with a newline after it",
             )
         self.lines.pop()
@@ -117,7 +120,7 @@ class SnapshotLines:
     def _read_first(self, line: str) -> str:
         match = _HEADER.fullmatch(line)
         if match is None:
-            with self.at(1):
+            with self.locate_errors(1):
                 raise ValueError("expected '# pytest-fsdp-comm <version> comm' or '... tree'")
         if match[1] != str(FORMAT_VERSION):
             expected = f"format {FORMAT_VERSION}, which this version of the plugin reads"
@@ -138,7 +141,7 @@ class SnapshotLines:
         return section
 
     @contextmanager
-    def at(self, number: int) -> Iterator[None]:
+    def locate_errors(self, number: int) -> Iterator[None]:
         """Turn a ValueError with ``[<problem>: ]expected <text>`` into a SnapshotFormatError."""
         try:
             yield
@@ -146,7 +149,7 @@ class SnapshotLines:
             problem, is_ours, expected = f": {error}".partition(": expected ")
             if not is_ours:  # raised by Python, for example by int()
                 problem, expected = "", "a line in the format of snapshots"
-            line = quoted(self.line(number))
+            line = quote_text(self.line(number))
             raise self.error(number, f"it reads {line}{problem}", expected) from None
 
     def error(self, number: int, problem: str, expected: str) -> SnapshotFormatError:
@@ -165,8 +168,8 @@ class SnapshotLines:
         same = next(place for place, pair in letters if pair[0] != pair[1])
         cut = same - _MAX_COMMON // 2 if same > _MAX_COMMON else 0
         read, line = (("..." if cut else "") + text[cut:] for text in (read, line))
-        problem = f"it reads {quoted(read)}{lost if is_total else ''}"
-        raise self.error(number, problem, quoted(line))
+        problem = f"it reads {quote_text(read)}{lost if is_total else ''}"
+        raise self.error(number, problem, quote_text(line))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,28 +194,34 @@ def world_lines(world_size: int, ranks: Sequence[int], axes: Iterable[MeshAxis])
     return [
         f"{_WORLD_SIZE}{world_size}",
         *([f"{RANKS}{write_ranks(ranks)}"] if ranks else []),
-        *(f"{_MESH}{escape(axis.name)}={axis.layout}" for axis in axes),
+        *(f"{_MESH}{escape(axis.name)}={axis.layout}{_write_groups(axis)}" for axis in axes),
     ]
+
+
+def _write_groups(axis: MeshAxis) -> str:
+    return f"{_GROUPS}{axis.num_groups}" if axis.num_groups > 1 else ""
 
 
 def read_world(lines: SnapshotLines) -> World:
     """Read the lines that `world_lines` returns (see Note [Strict reading])."""
     text = lines.line(2).removeprefix(_WORLD_SIZE)
     size = int(text) if re.fullmatch(NUMBER, text) else 0
-    with lines.at(2):
+    with lines.locate_errors(2):
         if not (lines.line(2).startswith(_WORLD_SIZE) and 0 < size <= MAX_WORLD_SIZE):
             raise ValueError(f"expected 'world_size <N>' with a number from 1 to {MAX_WORLD_SIZE}")
     number = 3
     ranks: tuple[int, ...] = ()
     if lines.line(number).startswith(RANKS):
-        with lines.at(number):
+        with lines.locate_errors(number):
             listed = read_ranks(lines.line(number).removeprefix(RANKS), size)
             ranks = ranks_or_empty_if_all(listed, size)
         number += 1
     axes: list[MeshAxis] = []
     while lines.line(number).startswith(_MESH):
-        with lines.at(number):
-            axes += _read_axis(lines.line(number).removeprefix(_MESH), size)
+        with lines.locate_errors(number):
+            text, _, count = lines.line(number).removeprefix(_MESH).partition(_GROUPS)
+            num_groups = int(count) if re.fullmatch(NUMBER, count) else 1
+            axes += (replace(axis, num_groups=num_groups) for axis in _read_axis(text, size))
         number += 1
     return World(size=size, ranks=ranks, mesh_axes=merge_axes(axes), end=number)
 
@@ -236,7 +245,7 @@ def _read_axis(text: str, world_size: int) -> tuple[MeshAxis, ...]:
     return (MeshAxis(name=name, size=math.prod(sizes), dims=tuple(reversed(dims))),)
 
 
-def with_ranks(content: str, ranks: str) -> str:
+def append_ranks(content: str, ranks: str) -> str:
     """Append a list of ranks to a line's content; an empty list means all ranks."""
     return f"{content} {RANKS}{ranks}" if ranks else content
 

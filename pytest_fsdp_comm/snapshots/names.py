@@ -26,33 +26,39 @@ ABOVE: Final = "%2E%2E"
 
 def basename(test_name: str, variant: str, index: str | int) -> str:
     """Return ``<test>.<variant>[.<index>]``; omit an index of 0, and turn `PART` into a dot."""
-    name = f"{written_test(test_name)}.{variant}"
+    name = f"{escape_test_name(test_name)}.{variant}"
     label = str(index) if index != 0 else ""
     if not label:
         return name
-    return f"{name}.{_bounded('.'.join(map(_escape, label.split(PART))), _MAX_INDEX)}"
+    parts = ".".join(map(_escape_for_file_name, label.split(PART)))
+    return f"{name}.{_shorten_name(parts, _MAX_INDEX)}"
 
 
-def written_test(test_name: str) -> str:
+def escape_test_name(test_name: str) -> str:
     """Return the part of a file name that names the test, without the variant."""
     # Dots separate the parts of a file name, so escape dots, except the one after a class name.
     head, bracket, params = test_name.partition("[")
-    written = ".".join(map(_escape, head.split("."))) + _escape(bracket + params)
-    return _bounded(written, _MAX_TEST)
+    written = ".".join(map(_escape_for_file_name, head.split("."))) + _escape_for_file_name(
+        bracket + params
+    )
+    return _shorten_name(written, _MAX_TEST)
 
 
 def read_basename(name: str) -> tuple[str, str] | None:
-    """Split a file's stem into `written_test` and variant (``ws4``); None if it has no variant."""
+    """Split a file's stem into the escaped test name and the variant (``ws4``).
+
+    Returns None if it has no variant.
+    """
     match = _VARIANT.search(name)
     return None if match is None else (name[: match.start()], match[1])
 
 
-def function_of(name: str) -> str:
-    """Return ``TestClass.test_name``: a name from `written_test` without its parameters."""
+def strip_test_parameters(name: str) -> str:
+    """Return ``TestClass.test_name``: a name from `escape_test_name` without its parameters."""
     return name.partition("[")[0]
 
 
-def written_module(module: Path, root: Path) -> Path:
+def module_to_directory(module: Path, root: Path) -> Path:
     """Return a test module's directory in the snapshot directory; `root` is pytest's root."""
     if not module.is_relative_to(root):
         # Resolve symlinks only here, so that symlinks inside the project do not change file names.
@@ -62,15 +68,15 @@ def written_module(module: Path, root: Path) -> Path:
     return Path(*(ABOVE if part == os.pardir else part for part in parts))
 
 
-def named_module(directory: Path, root: Path) -> Path:
-    """Return the test module whose snapshots are in `directory`; reverses `written_module`."""
+def directory_to_module(directory: Path, root: Path) -> Path:
+    """Return the test module whose snapshots are in `directory`; reverses `module_to_directory`."""
     parts = (os.pardir if part == ABOVE else part for part in directory.parts)
     path = Path(os.path.normpath(root.joinpath(*parts)))
     # A test file that is not Python, such as a notebook, keeps its suffix in the directory's name.
     return path if path.is_file() else path.with_name(f"{path.name}.py")
 
 
-def _escape(text: str) -> str:
+def _escape_for_file_name(text: str) -> str:
     return "".join(
         character
         if _PLAIN.match(character)
@@ -79,7 +85,7 @@ def _escape(text: str) -> str:
     )
 
 
-def _bounded(written: str, most: int) -> str:
+def _shorten_name(written: str, most: int) -> str:
     if len(written) <= most:
         return written
     digest = hashlib.sha256(written.encode()).hexdigest()[:_DIGEST]

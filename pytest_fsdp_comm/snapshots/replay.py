@@ -15,7 +15,6 @@ from syrupy.location import PyTestLocation
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.snapshots.documents import write_atomically
 from pytest_fsdp_comm.snapshots.extension import (
     UNUSED,
     UNWRITTEN,
@@ -24,6 +23,7 @@ from pytest_fsdp_comm.snapshots.extension import (
     end_comparisons,
     note_update,
 )
+from pytest_fsdp_comm.text.files import write_atomically
 from pytest_fsdp_comm.text.words import show_path
 
 # Note [Replay]: a single syrupy session must decide which files to write, count and remove.
@@ -70,7 +70,7 @@ class RankSnapshots:
 
     def enter_rank(self, config: pytest.Config) -> None:
         """Make syrupy's session in this rank read-only, and record which snapshots it reads."""
-        session = _session(config)
+        session = _get_syrupy_session(config)
         config.pluginmanager.unregister(name="fsdp-comm-unused")
         recall = session.recall_snapshot
 
@@ -85,9 +85,9 @@ class RankSnapshots:
 
     def rank_payload(self, item: pytest.Item) -> RankAssertions:
         """Return the assertions that the test made in this rank."""
-        session = _session(item.config)
+        session = _get_syrupy_session(item.config)
         assertions = []
-        for assertion in _get(session, "_assertions"):
+        for assertion in _get_session_attribute(session, "_assertions"):
             for _, result in sorted(assertion.executions.items()):
                 recall = self._recalls.get((result.snapshot_location, result.snapshot_name))
                 data: Any = result.asserted_data
@@ -105,7 +105,7 @@ class RankSnapshots:
                     )
                 )
         # Clear both, because the rank may run another test next.
-        _get(session, "_assertions").clear()
+        _get_session_attribute(session, "_assertions").clear()
         self._recalls.clear()
         return RankAssertions(assertions=tuple(assertions), is_unused=end_comparisons(item))
 
@@ -121,7 +121,9 @@ class RankSnapshots:
         # Update only the snapshots of a test that passed on all ranks.
         if not payloads or (item.config.option.update_snapshots and not has_passed):
             return []
-        failures = [_assert_again(item, source) for source in payloads[min(payloads)].assertions]
+        failures = [
+            _repeat_assertion(item, source) for source in payloads[min(payloads)].assertions
+        ]
         problems = [] if has_failed else [failure for failure in failures if failure]
         if has_passed and any(payload.is_unused for payload in payloads.values()):
             problems.append(UNUSED)
@@ -133,7 +135,7 @@ def compared_files(config: pytest.Config) -> list[str]:
     return sorted(
         {
             result.snapshot_location
-            for assertion in _get(_session(config), "_assertions")
+            for assertion in _get_session_attribute(_get_syrupy_session(config), "_assertions")
             for result in assertion.executions.values()
         }
     )
@@ -148,12 +150,14 @@ def end_test(item: pytest.Item, *, has_passed: bool) -> list[str]:
 def settle_updates(item: pytest.Item, *, has_passed: bool) -> list[str]:
     """Write a test's updates if it has passed; return an error for each unwritable file."""
     problems = []
-    for location, result in item.stash.get(UNWRITTEN, {}).items():
+    unwritten = item.stash.get(UNWRITTEN, {})
+    for location, result in [*unwritten.items()]:
         if has_passed:
             path = Path(location)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(path, str(result.asserted_data))
+                del unwritten[location]  # at once, because the user may press Ctrl-C
                 continue
             except OSError as error:
                 problems.append(
@@ -163,8 +167,17 @@ def settle_updates(item: pytest.Item, *, has_passed: bool) -> list[str]:
                 )
         # Keep syrupy from counting the file, because it was not written.
         result.created = result.updated = result.success = False
-    item.stash[UNWRITTEN] = {}
+        del unwritten[location]
     return problems
+
+
+def forget_unwritten(session: pytest.Session) -> None:
+    """Keep syrupy from counting the files of a test that was interrupted before it could end."""
+    unwritten = {location for item in session.items for location in item.stash.get(UNWRITTEN, {})}
+    for assertion in _get_session_attribute(_get_syrupy_session(session.config), "_assertions"):
+        for index, result in [*assertion.executions.items()]:
+            if result.snapshot_location in unwritten:
+                del assertion.executions[index]
 
 
 def keep_plain_snapshots(config: pytest.Config, nodeids: Collection[str]) -> None:
@@ -172,21 +185,21 @@ def keep_plain_snapshots(config: pytest.Config, nodeids: Collection[str]) -> Non
     # If a test failed early or never ran, syrupy 7.0 regards its snapshots as unused, and deletes
     # them with --snapshot-update. It never deletes a skipped test's snapshots, so mark all tests in
     # `nodeids` as skipped. Under xdist, this runs in the controller.
-    session = _session(config)
+    session = _get_syrupy_session(config)
     for nodeid in nodeids:
         session.ran_item(nodeid, "skipped")
     skipped = set(nodeids)
-    for report in _get(session, "_worker_reports"):
+    for report in _get_session_attribute(session, "_worker_reports"):
         for nodeid in skipped.intersection(report["selected"]):
             report["selected"][nodeid] = "skipped"
 
 
-def _assert_again(item: pytest.Item, source: RankAssertion) -> str:
+def _repeat_assertion(item: pytest.Item, source: RankAssertion) -> str:
     """Repeat a rank's assertion; return why it failed, or an empty string."""
     config = item.config
     assertion = SnapshotAssertion(
-        session=_session(config),
-        extension_class=_extension_class(item, source),
+        session=_get_syrupy_session(config),
+        extension_class=_import_extension_class(item, source),
         test_location=PyTestLocation(item),
         update_snapshots=bool(config.option.update_snapshots),
         update_new_snapshots_only=bool(getattr(config.option, "update_new_snapshots_only", False)),
@@ -215,7 +228,9 @@ def _assert_again(item: pytest.Item, source: RankAssertion) -> str:
     )
 
 
-def _extension_class(item: pytest.Item, source: RankAssertion) -> type[AbstractSyrupyExtension]:
+def _import_extension_class(
+    item: pytest.Item, source: RankAssertion
+) -> type[AbstractSyrupyExtension]:
     extension: Any = importlib.import_module(source.module)
     for name in source.qualname.split("."):
         extension = getattr(extension, name, None)
@@ -229,7 +244,7 @@ def _extension_class(item: pytest.Item, source: RankAssertion) -> type[AbstractS
     return cast("type[AbstractSyrupyExtension]", extension)
 
 
-def _session(config: pytest.Config) -> Any:
+def _get_syrupy_session(config: pytest.Config) -> Any:
     if not config.pluginmanager.has_plugin("syrupy"):
         raise FsdpCommError(upstream.NEEDS_SYRUPY)
     session = getattr(config, "_syrupy", None)
@@ -238,7 +253,7 @@ def _session(config: pytest.Config) -> Any:
     return session
 
 
-def _get(session: Any, name: str) -> Any:
+def _get_session_attribute(session: Any, name: str) -> Any:
     if not hasattr(session, name):
         raise upstream.moved_error("syrupy", f"SnapshotSession.{name}", _USE)
     return getattr(session, name)

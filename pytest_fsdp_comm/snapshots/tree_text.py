@@ -44,7 +44,7 @@ from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, TreeProfile
 _Facts = TypeVar("_Facts")
 
 
-def _write(value: bool | float | str | tuple[str, ...]) -> str:
+def _write_value(value: bool | float | str | tuple[str, ...]) -> str:
     if isinstance(value, tuple):
         return ",".join(map(escape, value))
     return escape(value) if isinstance(value, str) else str(value).lower()
@@ -98,7 +98,7 @@ def _unit_content(unit: UnitFacts, group: int) -> str:
             for facts in (unit, _DEFAULT)
         )
         if value != (1 if name == "group" else default):
-            words.append(name if read is None else f"{name}={_write(value)}")
+            words.append(name if read is None else f"{name}={_write_value(value)}")
     return " ".join(words)
 
 
@@ -126,7 +126,7 @@ def _parameter_content(parameter: ParameterFacts) -> str:
     words += [] if parameter.trainable else ["frozen"]
     words += [] if parameter.managed else ["unmanaged"]
     words += [f"{escape(axis)}={placement}" for axis, placement in parameter.placements]
-    words += [f"tied={_write(parameter.tied)}"] if parameter.tied else []
+    words += [f"tied={_write_value(parameter.tied)}"] if parameter.tied else []
     return " ".join(words)
 
 
@@ -151,10 +151,10 @@ def _read_parameter(content: str) -> ParameterFacts:
 def format_profile(profile: TreeProfile) -> str:
     """Return a profile as the text of a snapshot that `read_tree` can read."""
     first = header("tree", torch_version=profile.torch_version, backend=profile.backend)
-    return "\n".join([first, *_lines(profile)]) + "\n"
+    return "\n".join([first, *_list_lines_below_header(profile)]) + "\n"
 
 
-def _lines(profile: TreeProfile) -> list[str]:
+def _list_lines_below_header(profile: TreeProfile) -> list[str]:
     """Return all lines of a snapshot except the first."""
     lines = []
     for ranks, facts in profile.trees.items():
@@ -170,9 +170,9 @@ def _tree_lines(facts: TreeFacts, recorded: Sequence[int] = ()) -> list[str]:
     units = (
         line
         for group, units_of_group in sorted(facts.units.items())
-        for line in _folded(units_of_group, partial(_unit_content, group=group))
+        for line in _fold_lines(units_of_group, partial(_unit_content, group=group))
     )
-    parameters = _folded(facts.parameters, _parameter_content)
+    parameters = _fold_lines(facts.parameters, _parameter_content)
     # Totals let `read_tree` detect that a merge lost a line.
     totals = sum(map(len, facts.units.values())), len(facts.parameters)
     return [
@@ -184,7 +184,7 @@ def _tree_lines(facts: TreeFacts, recorded: Sequence[int] = ()) -> list[str]:
     ]
 
 
-def _folded(facts: Mapping[str, _Facts], content: Callable[[_Facts], str]) -> list[str]:
+def _fold_lines(facts: Mapping[str, _Facts], content: Callable[[_Facts], str]) -> list[str]:
     names_of: defaultdict[str, list[str | None]] = defaultdict(list)
     for name, fact in facts.items():
         names_of[content(fact)].append(name)
@@ -197,21 +197,21 @@ def read_tree(lines: SnapshotLines) -> TreeProfile:
         trees = {}
         starts = [at for at, line in enumerate(lines.lines, 1) if line.startswith(RANKS)]
         for start, end in pairwise([*starts, len(lines.lines)]):
-            facts, world = _read_facts(lines.section(start + 1, end - 1))
-            with lines.at(start):
+            facts, world = _read_tree_and_world(lines.section(start + 1, end - 1))
+            with lines.locate_errors(start):
                 ranks = read_ranks(lines.line(start).removeprefix(RANKS), world.size)
             trees.update(dict.fromkeys(ranks, facts))
         profile = merge(dict(sorted(trees.items())), torch_version=lines.torch_version)
     else:
-        facts, world = _read_facts(lines)
+        facts, world = _read_tree_and_world(lines)
         profile = TreeProfile(
             trees={(): facts}, recorded_ranks=world.ranks, torch_version=lines.torch_version
         )
-    lines.check(_lines(profile))
+    lines.check(_list_lines_below_header(profile))
     return profile
 
 
-def _read_facts(lines: SnapshotLines) -> tuple[TreeFacts, World]:
+def _read_tree_and_world(lines: SnapshotLines) -> tuple[TreeFacts, World]:
     world = read_world(lines)
     units: defaultdict[int, dict[str, UnitFacts]] = defaultdict(dict)
     parameters: dict[str, ParameterFacts] = {}
@@ -220,7 +220,7 @@ def _read_facts(lines: SnapshotLines) -> tuple[TreeFacts, World]:
         pattern, _, content = record.partition(" ")
         if word == "total":
             break
-        with lines.at(number):
+        with lines.locate_errors(number):
             if word not in {"unit", "parameter"} or not pattern:
                 raise ValueError("expected 'unit ...', 'parameter ...' or 'total ...'")
             names = expand(pattern)

@@ -19,30 +19,34 @@ from pytest_fsdp_comm.options import OPTIONS
 from pytest_fsdp_comm.snapshots.failed_comparison import print_shared_changes
 from pytest_fsdp_comm.snapshots.names import (
     SUFFIX,
-    function_of,
-    named_module,
+    directory_to_module,
+    escape_test_name,
+    module_to_directory,
     read_basename,
-    written_module,
-    written_test,
+    strip_test_parameters,
 )
-from pytest_fsdp_comm.text.words import counted, shell_word, show_path
+from pytest_fsdp_comm.text.words import shell_word, show_count, show_path
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
 # Note [Unused files]: a file is unused if no test compared it although all tests of its module were
 # collected. In addition, its test function must be gone, or all tests of the function must have
-# passed, at least one of them at the file's world size. The files of a deleted module are unused if
-# pytest's arguments name a directory that contained the module. A run that selects or deselects
-# tests, or ends early, reports no unused files. The plugin deletes no file. It hides its files from
+# passed, at least one of them at the file's world size. So the files of deselected tests are not
+# unused. The files of a deleted module are unused if pytest's arguments name a directory that
+# contained the module. A run that collects only some tests of a module (node ids, `--lf`), or ends
+# early, reports no unused files. The plugin deletes no file. It hides its files from
 # syrupy, which would delete unused ones (`discover_snapshots` returns none).
 
+MISSING: Final = "there is no snapshot "
+"""Begins the error of a comparison without a snapshot."""
 _HEADER: Final = "# pytest-fsdp-comm "
 # The first comparison imports this module. Do not import it earlier, because the import takes
 # longer than a short session.
 _EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
-# Stash key; the value is true if the session runs all tests of the modules that it collected.
-_IS_COMPLETE: Final = pytest.StashKey[bool]()
+# Stash key; the value has all tests of the collected modules, including deselected ones. Not set if
+# only some tests of a module were collected.
+_COLLECTED: Final = pytest.StashKey[Sequence[pytest.Item]]()
 # Key of the collected tests and compared files in a worker's output to the xdist controller.
 _OUTPUT: Final = "fsdp_comm_collected"
 
@@ -57,9 +61,10 @@ class UnusedSnapshots:
         self._options = config.stash[OPTIONS]
         # Whether each module was collected without an error or a skip.
         self._modules: dict[Path, bool] = {}
-        self._num_collected = 0
-        # Function (`names.function_of`), variant (``ws4``) and node id of all tests, keyed by the
-        # snapshot directory of the module. None if the session runs only selected tests.
+        self._collected: Sequence[pytest.Item] = ()
+        # Function (`names.strip_test_parameters`), variant (``ws4``) and node id of all tests,
+        # keyed by the snapshot directory of the module, including deselected tests. None if only
+        # some tests of a module were collected.
         self._all_tests: dict[str, list[tuple[str, str, str]]] | None = None
         # The selected tests that run on ranks, or request a fixture of this plugin.
         self._selected: set[str] = set()
@@ -83,27 +88,27 @@ class UnusedSnapshots:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None]:
-        """Count all tests before other plugins deselect some."""
-        self._num_collected = len(items)
+        """List all tests before other plugins deselect some."""
+        self._collected = [*items]
         return (yield)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._selected = {item.nodeid for item in session.items if may_record(item)}
-        # Compare the numbers of tests: plugins that split a run may not call `pytest_deselected`.
-        is_complete = len(session.items) >= self._num_collected and not _selects_tests(self._config)
-        self._config.stash[_IS_COMPLETE] = is_complete
-        if not is_complete:
+        if _selects_tests(self._config):
             return
+        self._config.stash[_COLLECTED] = self._collected
         root = self._options.snapshot_dir
-        places = {path: str(written_module(path, self._config.rootpath)) for path in self._modules}
+        places = {
+            path: str(module_to_directory(path, self._config.rootpath)) for path in self._modules
+        }
         self._all_tests = {
             place: []
             for path, place in places.items()
             if self._modules[path] and (root / place).is_dir()
         }
-        for item in session.items:
+        for item in self._collected:
             if (tests := self._all_tests.get(places.get(item.path, ""))) is not None:
-                function = function_of(written_test(snapshot_test_name(item)))
+                function = strip_test_parameters(escape_test_name(snapshot_test_name(item)))
                 tests.append((function, snapshot_variant(item), item.nodeid))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -127,7 +132,7 @@ class UnusedSnapshots:
         # Do not do this in `pytest_runtest_logreport`: plugins that rerun tests call it too late.
         self._phases = [*([] if report.when == "setup" else self._phases), report.passed]
         is_over = report.when == "teardown" and _EXTENSION in sys.modules
-        if is_over and (problems := _replay().end_test(item, has_passed=all(self._phases))):
+        if is_over and (problems := _import_replay().end_test(item, has_passed=all(self._phases))):
             report.outcome = "failed"
             report.longrepr = "\n\n".join(problems)
         return report
@@ -157,7 +162,8 @@ class UnusedSnapshots:
         passed = self._called - self._unpassed
         compared: set[str] = set()
         if _EXTENSION in sys.modules:
-            compared.update(_replay().compared_files(self._config))
+            _import_replay().forget_unwritten(session)
+            compared.update(_import_replay().compared_files(self._config))
         if hasattr(self._config, "workeroutput"):
             output = {
                 "all": self._all_tests,
@@ -173,7 +179,7 @@ class UnusedSnapshots:
             compared.update(data["compared"])
         has_lost = len(self._worker_outputs) < self._started_workers
         if nodeids := [nodeid for nodeid in self._selected if has_lost or nodeid not in passed]:
-            _replay().keep_plain_snapshots(self._config, nodeids)
+            _import_replay().keep_plain_snapshots(self._config, nodeids)
         has_ended = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED} and not (
             session.shouldstop or session.shouldfail or has_lost
         )
@@ -181,13 +187,13 @@ class UnusedSnapshots:
         # Report nothing if no test ran, as with --setup-plan.
         is_reported = (passed or self._unpassed) and not option.disable_unused_snapshots
         if has_ended and is_reported and self._all_tests is not None:
-            self.files = [*self._find(self._all_tests, passed, compared)]
+            self.files = [*self._find_unused_files(self._all_tests, passed, compared)]
         # As in syrupy, unused files make the session fail unless one of these options is set.
         if self.files and not (option.update_snapshots or option.warn_unused_snapshots):
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
         return (yield)
 
-    def _find(
+    def _find_unused_files(
         self,
         all_tests: Mapping[str, Sequence[tuple[str, str, str]]],
         passed: AbstractSet[str],
@@ -199,16 +205,20 @@ class UnusedSnapshots:
         arguments = [Path(here, str(argument)).resolve() for argument in self._config.args]
         for path in _snapshot_files(root):
             place, parts = path.parent.relative_to(root), read_basename(path.stem)
-            if parts is None or str(path) in compared or not _text(path).startswith(_HEADER):
+            if (
+                parts is None
+                or str(path) in compared
+                or not _read_text_or_empty(path).startswith(_HEADER)
+            ):
                 continue
             if str(place) in all_tests:
-                function, variant = function_of(parts[0]), parts[1]
+                function, variant = strip_test_parameters(parts[0]), parts[1]
                 tests = [test for test in all_tests[str(place)] if test[0] == function]
                 is_run = not tests or variant in {size for _, size, _ in tests}
                 if is_run and all(nodeid in passed for *_, nodeid in tests):
                     yield path
                 continue
-            module = named_module(place, self._config.rootpath)
+            module = directory_to_module(place, self._config.rootpath)
             if not module.exists() and any(
                 top.is_dir() and module.resolve().is_relative_to(top) for top in arguments
             ):
@@ -231,16 +241,22 @@ class UnusedSnapshots:
             return
         write = terminalreporter.write_line
         terminalreporter.write_sep("-", "unused communication snapshots")
-        write(f"{counted(len(files), 'snapshot file')} that no test compared:", yellow=True)
+        write(f"{show_count(len(files), 'snapshot file')} that no test compared:", yellow=True)
         for path, _ in files:
             write(f"  {show_path(path, self._config.rootpath)}")
+        if MISSING in failures:
+            write(
+                "Some tests have no snapshot yet. If you renamed or moved them, their failures say "
+                "with -vv how to move the files. Do that before you remove any."
+            )
+            return
         paths = [argument for _, argument in files]
         # git would treat brackets, which ids of parametrized tests contain, as patterns.
         literal = "--literal-pathspecs " if re.search(r"[*?\[\\]", "".join(paths)) else ""
         write(f"To remove them: git {literal}rm {' '.join(map(shell_word, paths))}")
 
 
-def _replay() -> ModuleType:
+def _import_replay() -> ModuleType:
     from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # few sessions need it
 
     return replay
@@ -281,14 +297,22 @@ def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
         if path.stem != f"{test}.{size}{index}":
             continue
         if path.parent == missing.parent and test == name:
-            ranks = counted(int(size.removeprefix("ws")), "rank")
+            ranks = show_count(int(size.removeprefix("ws")), "rank")
             return f"there is a snapshot for {ranks}: {show_path(path, item.config.rootpath)}"
-        if size == variant and _is_gone(item, path, test):
+        if size == variant and _is_test_gone(item, path, test):
             orphans.append(path)
-    # Prefer a test of the same name in a different module, then a test of the same module.
-    orphans.sort(key=lambda path: (path.name != missing.name, path.parent != missing.parent))
+    # Prefer a test of the same name in a different module, then a test of the same module; among
+    # these, one with the same function and parameters, whose class was renamed.
+    function = name.rpartition(".")[2]
+    orphans.sort(
+        key=lambda path: (
+            path.name != missing.name,
+            path.parent != missing.parent,
+            not path.name.endswith(f".{function}{missing.stem[len(name) :]}{SUFFIX}"),
+        )
+    )
     content = text.partition("\n")[2]
-    same = [path for path in orphans if _text(path).partition("\n")[2] == content]
+    same = [path for path in orphans if _read_text_or_empty(path).partition("\n")[2] == content]
     near = [path for path in orphans if missing.name == path.name or missing.parent == path.parent]
     if not same and len(near) != 1:
         return ""
@@ -300,17 +324,20 @@ def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
     return f"{lead} {mkdir}git mv {old} {new}"
 
 
-def _is_gone(item: pytest.Item, path: Path, name: str) -> bool:
-    """Return whether a test is gone; unless all tests were collected, search its module's text."""
+def _is_test_gone(item: pytest.Item, path: Path, name: str) -> bool:
+    """Return whether a test is gone; if not all tests were collected, search its module's text."""
     directory = path.parent.relative_to(item.config.stash[OPTIONS].snapshot_dir)
-    module = named_module(directory, item.config.rootpath)
-    if module == item.path and item.config.stash.get(_IS_COMPLETE, False):
-        tests = [test for test in item.session.items if test.path == module]
-        return name not in {written_test(snapshot_test_name(test)) for test in tests}
-    return unquote(function_of(name)).rpartition(".")[2] not in _text(module)
+    module = directory_to_module(directory, item.config.rootpath)
+    collected = item.config.stash.get(_COLLECTED, None)
+    if module == item.path and collected is not None:
+        tests = [test for test in collected if test.path == module]
+        return name not in {escape_test_name(snapshot_test_name(test)) for test in tests}
+    return unquote(strip_test_parameters(name)).rpartition(".")[2] not in _read_text_or_empty(
+        module
+    )
 
 
-def _text(path: Path) -> str:
+def _read_text_or_empty(path: Path) -> str:
     """Return the text of a file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")

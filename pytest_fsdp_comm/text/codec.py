@@ -35,7 +35,7 @@ class CodecError(FsdpCommError):
     """Raised if a JSON value does not fit its class; the message names the field."""
 
 
-def to_json(value: Any) -> Any:  # noqa: PLR0911  # one return per type
+def to_json(value: object) -> Any:  # noqa: PLR0911  # one return per type
     """Convert a value to types that `json` can write."""
     # Use the repr for objects of other types, and for numbers that JSON cannot represent. Never
     # raise an error, because other plugins may add attributes of any type to a report.
@@ -66,51 +66,51 @@ def to_json(value: Any) -> Any:  # noqa: PLR0911  # one return per type
     return repr(value)
 
 
-def from_json(cls: type[_Value], data: Any, *, where: str = "") -> _Value:
+def from_json(cls: type[_Value], data: object, *, where: str = "") -> _Value:
     """Convert the output of `to_json` back to an instance of `cls`, or raise CodecError.
 
     Fields may be str, int, float, bool, None, Path, Enum, Literal, Any, dataclasses, and tuples,
     dicts and unions of these. Errors start with `where`, by default the name of the class.
     """
-    return cast("_Value", _reader(cast("Hashable", cls))(data, where or cls.__name__))
+    return cast("_Value", _make_reader(cast("Hashable", cls))(data, where or cls.__name__))
 
 
-def dump_tagged(value: Any) -> str:
+def dump_tagged(value: object) -> str:
     """Return a dataclass instance as one line of JSON that includes the name of its class."""
-    return _write({_TAG: type(value).__name__, **to_json(value)})
+    return _write_json({_TAG: type(value).__name__, **to_json(value)})
 
 
 def load_tagged(classes: Mapping[str, type[_Value]], text: str | bytes) -> _Value:
     """Convert the output of `dump_tagged` back to an instance of its class, or raise CodecError."""
-    data = _parse(text, "a message")
+    data = _parse_json(text, "a message")
     name = data.pop(_TAG, None) if isinstance(data, dict) else None
     if not isinstance(name, str) or name not in classes:
-        raise _unexpected("message", f"one of {', '.join(classes)}", name)
+        raise _make_error("message", f"one of {', '.join(classes)}", name)
     return from_json(classes[name], data)
 
 
-def dump_document(kind: str, version: int, value: Any) -> str:
+def dump_document(kind: str, version: int, value: object) -> str:
     """Return a dataclass instance as a JSON document with its kind and format version."""
-    return _write({"kind": kind, "version": version, "value": to_json(value)})
+    return _write_json({"kind": kind, "version": version, "value": to_json(value)})
 
 
 def load_document(cls: type[_Value], kind: str, version: int, text: str) -> _Value:
     """Read the output of `dump_document`; raise CodecError if its kind or version differs."""
-    data = _parse(text, f"a {kind}")
+    data = _parse_json(text, f"a {kind}")
     got = (data.get("kind"), data.get("version")) if isinstance(data, dict) else data
     if got != (kind, version):
         raise CodecError(
-            f"expected a {kind} of JSON version {version}, got {_quoted(got)}; save it again with "
-            "this version of pytest-fsdp-comm"
+            f"expected a {kind} of JSON version {version}, got {_quote_shortened(got)}; save it "
+            "again with this version of pytest-fsdp-comm"
         )
     return from_json(cls, data.get("value"), where=kind)
 
 
-def _write(data: Any) -> str:
+def _write_json(data: object) -> str:
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 
-def _parse(text: str | bytes, subject: str) -> Any:
+def _parse_json(text: str | bytes, subject: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as problem:
@@ -127,7 +127,7 @@ def _field_names(cls: Hashable) -> tuple[str, ...] | None:
 
 
 @cache
-def _reader(kind: Any) -> _Reader:  # noqa: PLR0911  # one return per type
+def _make_reader(kind: object) -> _Reader:  # noqa: PLR0911  # one return per type
     """Return a function of (data, where) that reads JSON as `kind`; its errors name `where`."""
     arguments = typing.get_args(kind)
     match typing.get_origin(kind) or kind:
@@ -136,15 +136,15 @@ def _reader(kind: Any) -> _Reader:  # noqa: PLR0911  # one return per type
         case typing.Literal:
             return partial(_read_choice, {value: value for value in arguments})
         case typing.Union | types.UnionType:
-            readers = [_reader(member) for member in arguments if member is not types.NoneType]
+            readers = [_make_reader(member) for member in arguments if member is not types.NoneType]
             return partial(_read_union, readers, len(readers) < len(arguments))
         case builtins.tuple:
-            readers = [_reader(entry) for entry in arguments if entry is not Ellipsis]
+            readers = [_make_reader(entry) for entry in arguments if entry is not Ellipsis]
             return partial(_read_tuple, readers, Ellipsis in arguments)
         case builtins.dict | collections.abc.Mapping:
             # JSON keys are always strings, so keys that were integers must be parsed.
-            read_key = _read_whole_number if arguments[0] is int else _reader(arguments[0])
-            return partial(_read_mapping, read_key, _reader(arguments[1]))
+            read_key = _read_whole_number if arguments[0] is int else _make_reader(arguments[0])
+            return partial(_read_mapping, read_key, _make_reader(arguments[1]))
         case type() as cls if is_dataclass(cls):
             return partial(_read_dataclass, cls)
         case type() as cls if issubclass(cls, Enum):
@@ -155,14 +155,14 @@ def _reader(kind: Any) -> _Reader:  # noqa: PLR0911  # one return per type
             raise TypeError(f"{kind!r} has no JSON form")
 
 
-def _read_plain(cls: Any, data: Any, where: str) -> Any:
+def _read_plain(cls: Any, data: object, where: str) -> object:
     if type(data) is cls:
         return data
     if cls is float and (type(data) is int or data in ("inf", "-inf", "nan")):
         return float(data)
     if issubclass(cls, PurePath) and type(data) is str:
         return cls(data)
-    raise _unexpected(where, "a path" if issubclass(cls, PurePath) else cls.__name__, data)
+    raise _make_error(where, "a path" if issubclass(cls, PurePath) else cls.__name__, data)
 
 
 def _read_whole_number(key: str, where: str) -> int:
@@ -170,15 +170,15 @@ def _read_whole_number(key: str, where: str) -> int:
     return cast("int", _read_plain(int, int(key) if is_number else key, where))
 
 
-def _read_choice(choices: Mapping[Any, Any], data: Any, where: str) -> Any:
+def _read_choice(choices: Mapping[object, object], data: object, where: str) -> object:
     for value, chosen in choices.items():
         # Compare types too, because 1 equals True.
         if type(data) is type(value) and data == value:
             return chosen
-    raise _unexpected(where, f"one of {', '.join(map(repr, choices))}", data)
+    raise _make_error(where, f"one of {', '.join(map(repr, choices))}", data)
 
 
-def _read_union(readers: list[_Reader], is_optional: bool, data: Any, where: str) -> Any:
+def _read_union(readers: list[_Reader], is_optional: bool, data: object, where: str) -> object:
     """Return None if the data is null and the union allows it, else try the members in order."""
     if data is None and is_optional:
         return None
@@ -188,40 +188,40 @@ def _read_union(readers: list[_Reader], is_optional: bool, data: Any, where: str
     return readers[-1](data, where)
 
 
-def _read_tuple(readers: list[_Reader], is_any_length: bool, data: Any, where: str) -> Any:
+def _read_tuple(readers: list[_Reader], is_any_length: bool, data: object, where: str) -> object:
     if not isinstance(data, list):
-        raise _unexpected(where, "a list", data)
+        raise _make_error(where, "a list", data)
     if is_any_length:
         readers = readers * len(data)
     if len(data) != len(readers):
-        raise _unexpected(where, f"{len(readers)} entries", data)
+        raise _make_error(where, f"{len(readers)} entries", data)
     pairs = enumerate(zip(readers, data, strict=True))
     return tuple(read(value, f"{where}[{index}]") for index, (read, value) in pairs)
 
 
-def _read_mapping(read_key: _Reader, read_value: _Reader, data: Any, where: str) -> Any:
+def _read_mapping(read_key: _Reader, read_value: _Reader, data: object, where: str) -> object:
     if not isinstance(data, dict):
-        raise _unexpected(where, "an object", data)
+        raise _make_error(where, "an object", data)
     return {
         read_key(key, where): read_value(value, f"{where}.{key}") for key, value in data.items()
     }
 
 
 @cache
-def _readers_of_fields(cls: Any) -> tuple[dict[str, _Reader], set[str]]:
+def _inspect_fields(cls: Any) -> tuple[dict[str, _Reader], set[str]]:
     kinds = typing.get_type_hints(cls)
     needed = {
         entry.name
         for entry in fields(cls)
         if entry.default is MISSING and entry.default_factory is MISSING
     }
-    return {entry.name: _reader(kinds[entry.name]) for entry in fields(cls)}, needed
+    return {entry.name: _make_reader(kinds[entry.name]) for entry in fields(cls)}, needed
 
 
-def _read_dataclass(cls: type, data: Any, where: str) -> Any:
+def _read_dataclass(cls: type, data: object, where: str) -> object:
     if not isinstance(data, dict):
-        raise _unexpected(where, f"an object with the fields of {cls.__name__}", data)
-    readers, needed = _readers_of_fields(cls)
+        raise _make_error(where, f"an object with the fields of {cls.__name__}", data)
+    readers, needed = _inspect_fields(cls)
     if unknown := sorted(data.keys() - readers.keys()):
         raise CodecError(f"{where} has an unknown field {unknown[0]!r}")
     if missing := sorted(needed - data.keys()):
@@ -229,10 +229,10 @@ def _read_dataclass(cls: type, data: Any, where: str) -> Any:
     return cls(**{name: readers[name](value, f"{where}.{name}") for name, value in data.items()})
 
 
-def _unexpected(where: str, expected: str, got: Any) -> CodecError:
-    return CodecError(f"{where}: expected {expected}, got {_quoted(got)}")
+def _make_error(where: str, expected: str, got: object) -> CodecError:
+    return CodecError(f"{where}: expected {expected}, got {_quote_shortened(got)}")
 
 
-def _quoted(value: Any) -> str:
+def _quote_shortened(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _MAX_QUOTED else f"{text[: _MAX_QUOTED - 1]}…"

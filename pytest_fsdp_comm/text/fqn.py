@@ -10,7 +10,8 @@ from itertools import pairwise, product
 from typing import Final, TypeAlias
 
 from pytest_fsdp_comm.errors import quoted_part
-from pytest_fsdp_comm.text.rank_lists import runs_of
+from pytest_fsdp_comm.text.rank_lists import find_runs
+from pytest_fsdp_comm.text.words import join_first
 
 # A pattern describes one or more FQNs: `layers.{0..3,7}.mlp.weight` describes five. `fold_fqns`
 # writes FQNs as patterns, and `expand` lists the FQNs of a pattern. `expand` accepts any valid
@@ -76,7 +77,7 @@ def read_word(text: str) -> str:
     """Read the output of `write_word`; raise ValueError for an invalid escape."""
     # To reject superfluous escapes, callers write the word again and compare.
 
-    def unescaped(match: re.Match[str]) -> str:
+    def unescape(match: re.Match[str]) -> str:
         digits = match[1] or match[2] or match[3]
         if digits is None or int(digits, 16) > sys.maxunicode:
             raise ValueError(
@@ -85,7 +86,7 @@ def read_word(text: str) -> str:
             )
         return chr(int(digits, 16))
 
-    return _ESCAPE.sub(unescaped, text)
+    return _ESCAPE.sub(unescape, text)
 
 
 def _escape_word(text: str, reserved: Container[str] = _RESERVED) -> str:
@@ -118,7 +119,10 @@ def fold_fqns(fqns: Iterable[str]) -> tuple[str, ...]:
         words, numbers = _split_numbers(fqn)
         by_words.setdefault(words, []).append(numbers)
     folded = [
-        (natural_key(_join(words, [str(values[0]) for values in box])), _write(words, box))
+        (
+            natural_key(_join_words_and_numbers(words, [str(values[0]) for values in box])),
+            _write_pattern(words, box),
+        )
         for words, points in by_words.items()
         for box in _fold_points(points)
     ]
@@ -130,9 +134,7 @@ def name_owners(owners: Iterable[str | None], *, most: int = 3) -> str:
     names = list(owners)
     patterns = [*fold_fqns(name for name in names if name is not None)]
     patterns += [NO_MODULE] if None in names else []
-    more = len(patterns) - most
-    text = ", ".join(patterns[:most])
-    return f"{text} and {more} more" if more > 0 else text
+    return join_first(patterns, most)
 
 
 def _split_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -161,15 +163,15 @@ def _fold_points(points: Sequence[tuple[int, ...]]) -> list[Box]:
     return boxes
 
 
-def _join(words: Sequence[str], numbers: Sequence[str]) -> str:
+def _join_words_and_numbers(words: Sequence[str], numbers: Sequence[str]) -> str:
     return words[0] + "".join(map("".join, zip(numbers, words[1:], strict=True)))
 
 
-def _write(words: Sequence[str], box: Box) -> str:
+def _write_pattern(words: Sequence[str], box: Box) -> str:
     if not box:
         return escape(words[0])
-    numbers = [_write_ranges(runs_of(values)) for values in box]
-    return _join([_escape_word(word) for word in words], numbers)
+    numbers = [_write_ranges(find_runs(values)) for values in box]
+    return _join_words_and_numbers([_escape_word(word) for word in words], numbers)
 
 
 def _write_ranges(ranges: Ranges) -> str:
@@ -187,7 +189,7 @@ def expand(pattern: str) -> tuple[str, ...]:
             f"{quoted_part(pattern)} expands to too many names: expected at most {MAX_NAMES}"
         )
     numbers = ([str(n) for a, b in ranges for n in range(a, b + 1)] for ranges in axes)
-    return tuple(_join(words, chosen) for chosen in product(*numbers))
+    return tuple(_join_words_and_numbers(words, chosen) for chosen in product(*numbers))
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:

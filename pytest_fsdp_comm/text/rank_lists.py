@@ -17,6 +17,10 @@ from pytest_fsdp_comm.errors import quoted_part
 
 # Fewer runs than this are listed, because `0,2,4` is easier to read than a stride.
 FOLDED: Final = 4
+# A message should fit on a screen, so ranks with equal texts share a line. If there are still more
+# lines than this, only the rarest texts are listed: the rank that all others are waiting for is
+# usually the only one in its state.
+MOST_WAYS: Final = 4
 # Regular expression that matches every list of ranks, but also some invalid ones.
 RANKS_PATTERN: Final = r"[0-9][0-9,:/-]*"
 
@@ -24,7 +28,7 @@ _NUMBER: Final = r"[1-9][0-9]{0,8}"
 _ENTRY: Final = re.compile(rf"(0|{_NUMBER})(?:-({_NUMBER})(?:(?::({_NUMBER}))?/({_NUMBER}))?)?")
 
 
-def runs_of(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def find_runs(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Return the first and last number of each run: ``(0, 2), (5, 5)`` for ``0, 1, 2, 5``."""
     if not numbers:
         return ()
@@ -46,10 +50,10 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def write_ranks(ranks: Sequence[int], *, separator: str = ",") -> str:
     """Format ascending ranks as ``0,2-3``; return an empty string if there are none."""
-    return separator.join(_entries(runs_of(ranks)))
+    return separator.join(_write_entries(find_runs(ranks)))
 
 
-def _entries(runs: Sequence[tuple[int, int]]) -> Iterator[str]:
+def _write_entries(runs: Sequence[tuple[int, int]]) -> Iterator[str]:
     start = 0
     while start < len(runs):
         first, last = runs[start]
@@ -105,7 +109,7 @@ def ranks_or_empty_if_all(ranks: Sequence[int], count: int) -> tuple[int, ...]:
     return () if len(ranks) == count else tuple(ranks)
 
 
-def fold_equal(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
+def group_ranks_by_text(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
     """Group ranks that have equal texts, and sort the groups by their lowest rank."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(texts):
@@ -113,6 +117,16 @@ def fold_equal(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
     return [(ranks, text) for text, ranks in groups.items()]
 
 
-def name_equal(texts: Mapping[int, str]) -> list[str]:
+def group_rarest_texts_first(texts: Mapping[int, str], others: str) -> list[tuple[list[int], str]]:
+    """Group ranks by text, smallest group first; merge surplus groups under the text `others`."""
+    folded = sorted(group_ranks_by_text(texts), key=lambda fold: len(fold[0]))
+    if len(folded) <= MOST_WAYS:
+        return folded
+    listed, merged = folded[: MOST_WAYS - 1], folded[MOST_WAYS - 1 :]
+    ranks = sorted(rank for group, _ in merged for rank in group)
+    return [*listed, (ranks, others.format(len(merged)))]
+
+
+def prefix_texts_with_ranks(texts: Mapping[int, str]) -> list[str]:
     """Prefix each distinct message with the ranks that have it: ``ranks 0-1 passed``."""
-    return [f"{name_ranks(ranks)} {text}" for ranks, text in fold_equal(texts)]
+    return [f"{name_ranks(ranks)} {text}" for ranks, text in group_ranks_by_text(texts)]

@@ -13,6 +13,8 @@ from pytest_fsdp_comm.errors import printable
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _STEP: Final = 1024
+_PREFIXES: Final = ("", "k", "M", "G", "T", "P")
+_KILO: Final = 1000
 _T = TypeVar("_T")
 _NBYTES: Final = rf"\d[\d_.]* (?:{'|'.join(_UNITS)})\b"
 _NBYTES_CHANGE: Final = re.compile(
@@ -27,7 +29,7 @@ _AMOUNT: Final = re.compile(
 _FACTOR: Final = 3
 
 
-def counted(count: int, noun: str) -> str:
+def show_count(count: int, noun: str) -> str:
     """Return ``1 rank`` or ``2 ranks``; `noun` is a singular whose plural adds an s."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
@@ -48,6 +50,12 @@ def first_of(entries: Sequence[_T], most: int) -> tuple[Sequence[_T], int]:
     return entries[:most], len(entries) - most
 
 
+def join_first(texts: Sequence[str], most: int) -> str:
+    """Join the first texts with commas, and count the rest: ``a, b and 2 more``."""
+    more = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
+
 def shorten(line: str, most: int) -> str:
     """Truncate a line to `most` characters, ending in ``...``."""
     return line if len(line) <= most else f"{line[: most - 3]}..."
@@ -56,18 +64,19 @@ def shorten(line: str, most: int) -> str:
 def show_path(path: str | Path, root: Path | None = None) -> str:
     """Format a path relative to `root` (default: the working directory) if `root` contains it."""
     try:
-        return printable(str(Path(path).relative_to(root or Path.cwd())))
+        # Python keeps the dots of a script's path, for example in "tests/../train.py".
+        return printable(str(Path(os.path.normpath(path)).relative_to(root or Path.cwd())))
     except (ValueError, OSError):
         return printable(str(path))
 
 
 def shell_word(text: str) -> str:
-    """Quote a word for a shell, using bash's ``$'...'`` if it contains unprintable characters."""
-    if text.isprintable():
+    """Quote a word for a shell, using bash's ``$'...'`` if `printable` would change the word."""
+    if printable(text) == text:
         return shlex.quote(text)
     written = (
         character
-        if character.isprintable() and character not in "\\'"
+        if character.isprintable() and character not in "\\'#"
         else "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))
         for character in text
     )
@@ -99,6 +108,16 @@ def show_nbytes(nbytes: int, unsized: int = 0) -> str:
     return f"{amount:.1f} {_UNITS[-1]}"
 
 
+def show_flops(flops: int) -> str:
+    """Format floating-point operations with one decimal: ``28.5 GFLOP``."""
+    amount = float(flops)
+    for prefix in _PREFIXES[:-1]:
+        if amount < _KILO - 0.05:
+            return f"{flops} FLOP" if not prefix else f"{amount:.1f} {prefix}FLOP"
+        amount /= _KILO
+    return f"{amount:.1f} {_PREFIXES[-1]}FLOP"
+
+
 def show_nbytes_change(old: int, new: int, unsized: tuple[int, int] = (0, 0)) -> str:
     """Format old and new bytes, rounded as in `show_nbytes` unless they would look equal."""
     if any(unsized):
@@ -113,7 +132,14 @@ def show_nbytes_change(old: int, new: int, unsized: tuple[int, int] = (0, 0)) ->
     return f"{amount if is_shared else before} -> {after}"
 
 
-def without_amounts(line: str) -> str:
+def show_nbytes_of(part: int, whole: int) -> str:
+    """Format a part of some bytes, rounded as in `show_nbytes`: ``3.1 of 51.3 GiB``."""
+    amount, _, unit = show_nbytes(part).partition(" ")
+    shown = show_nbytes(whole)
+    return f"{amount if shown.endswith(f' {unit}') else f'{amount} {unit}'} of {shown}"
+
+
+def hide_amounts(line: str) -> str:
     """Replace byte and call counts with "some", and changes in bytes with "more" or "less"."""
 
     def direction(match: re.Match[str]) -> str:

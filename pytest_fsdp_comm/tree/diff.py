@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
+from math import prod
 from typing import Final, TypeVar
 
 from pytest_fsdp_comm.comm.mesh import merge_axes, show_mesh
@@ -31,6 +32,8 @@ class TreeChange:
     """A pattern of units or parameters (`text.fqn`), or ``world_size``, ``ranks`` or ``mesh``."""
     what: str
     """The change without its subject: ``reshard_after_forward True -> False``."""
+    noun: str = field(default="", compare=False)
+    """``units`` or ``parameters`` if `subject` is a pattern."""
     likely: str = ""
     """The probable cause; empty if unknown."""
     breaks_training: bool = False
@@ -42,16 +45,26 @@ class TreeChange:
 
 
 _NEW_ROOT: Final = "becomes a root"
+_NEW_UNIT: Final = "becomes a unit of its own"
+_NO_UNIT: Final = "is no longer a unit"
 _NOT_MANAGED: Final = "no longer managed by a unit"
 _TRAINED: Final = " trained, but no unit manages it or reduces its gradients"
 # Changes that start with these texts break training: a parameter no longer has a unit, or its
 # gradient is reduced with a different divisor or dtype.
-_TRAINING: Final = (_NOT_MANAGED, "gradient_divide_factor ", "reduce_dtype ")
+_TRAINING: Final = (_NOT_MANAGED, "gradient_divide_factor ")
 _Fact = TypeVar("_Fact")
 
 
-def compare(old: TreeProfile, new: TreeProfile) -> tuple[TreeChange, ...]:
-    """Return the changes from the snapshot to the captured trees; empty if they are equal."""
+def compare(
+    old: TreeProfile, new: TreeProfile, *, carried_elements: int = 0
+) -> tuple[TreeChange, ...]:
+    """Return the changes from the snapshot to the captured trees; empty if they are equal.
+
+    Args:
+        old: The snapshot's trees.
+        new: The captured trees.
+        carried_elements: How many elements of gradients new collectives of user code may carry.
+    """
     # If ranks have different trees, each change says which ranks it affects.
     old = comparable(old, new)
     changes: list[TreeChange] = []
@@ -59,12 +72,12 @@ def compare(old: TreeProfile, new: TreeProfile) -> tuple[TreeChange, ...]:
         ranks = [write_ranks(at.recorded_ranks) or "all" for at in (old, new)]
         changes.append(TreeChange(subject="ranks", what=f"recorded {ranks[0]} -> {ranks[1]}"))
     if old.common is not None and new.common is not None:
-        changes += compare_trees(old.common, new.common)
+        changes += compare_trees(old.common, new.common, carried_elements=carried_elements)
     elif old.world_size != new.world_size:
-        changes += _frame_change("world_size", old.world_size, new.world_size)
+        changes += _diff_fact("world_size", old.world_size, new.world_size)
     else:
-        changes += _changes_by_rank(old, new)
-    differing = fold_fqns(_differing(new) - _differing(old))
+        changes += _compare_common_ranks(old, new, carried_elements)
+    differing = fold_fqns(_find_parameters_that_differ(new) - _find_parameters_that_differ(old))
     changes += [
         TreeChange(subject=subject, what="differs between ranks now", breaks_training=True)
         for subject in differing
@@ -72,7 +85,7 @@ def compare(old: TreeProfile, new: TreeProfile) -> tuple[TreeChange, ...]:
     return tuple(sorted(changes, key=lambda change: not change.breaks_training))
 
 
-def _differing(profile: TreeProfile) -> set[str]:
+def _find_parameters_that_differ(profile: TreeProfile) -> set[str]:
     """Return the parameters whose facts differ between the ranks that have them."""
     first: dict[str, ParameterFacts] = {}
     for tree in profile.trees.values():
@@ -85,14 +98,16 @@ def _differing(profile: TreeProfile) -> set[str]:
     }
 
 
-def _changes_by_rank(old: TreeProfile, new: TreeProfile) -> Iterator[TreeChange]:
+def _compare_common_ranks(
+    old: TreeProfile, new: TreeProfile, carried_elements: int
+) -> Iterator[TreeChange]:
     """Compare the ranks that both profiles have; yield each change with the ranks it affects."""
     # In an irregular mesh, a rank knows only its own groups, so merge the axes of all ranks.
     was, now = (
         merge_axes(chain.from_iterable(tree.mesh_axes for tree in at.trees.values()))
         for at in (old, new)
     )
-    mesh_changes = _frame_change("mesh", was, now, show_mesh)
+    mesh_changes = _diff_fact("mesh", was, now, show_mesh)
     yield from mesh_changes
     before, after = (
         {
@@ -112,7 +127,7 @@ def _changes_by_rank(old: TreeProfile, new: TreeProfile) -> Iterator[TreeChange]
         ranks_of[before[rank], after[rank]].append(rank)
     ranks_by_change: defaultdict[TreeChange, list[int]] = defaultdict(list)
     for pair, ranks in ranks_of.items():
-        for change in compare_trees(*(trees[at] for at in pair)):
+        for change in compare_trees(*(trees[at] for at in pair), carried_elements=carried_elements):
             ranks_by_change[change] += ranks
     for change, ranks in ranks_by_change.items():
         is_everywhere = len(ranks) == len(before.keys() & after.keys())
@@ -120,27 +135,61 @@ def _changes_by_rank(old: TreeProfile, new: TreeProfile) -> Iterator[TreeChange]
         yield replace(change, what=f"{change.what}{where}")
 
 
-def _frame_change(
+def _diff_fact(
     subject: str, old: _Fact, new: _Fact, show: Callable[[_Fact], str] = str
 ) -> list[TreeChange]:
     change = TreeChange(subject=subject, what=f"{show(old)} -> {show(new)}")
     return [change] if old != new else []
 
 
-def compare_trees(old: TreeFacts, new: TreeFacts) -> tuple[TreeChange, ...]:
+def compare_trees(
+    old: TreeFacts, new: TreeFacts, *, carried_elements: int = 0
+) -> tuple[TreeChange, ...]:
     """Return the changes in world size, mesh, units and parameters, each in natural order."""
+    left_out = (
+        facts
+        for name, facts in new.parameters.items()
+        if facts.trainable and not facts.managed and facts != old.parameters.get(name)
+    )
+    elements = sum(prod(facts.shape) for facts in left_out)
+    is_carried = 0 < elements <= carried_elements
     units = _units_by_label(old), _units_by_label(new)
+    before, after = (
+        {module for name in tree.parameters for module in _modules_around(name)}
+        for tree in (old, new)
+    )
+    reported = (before ^ after) | _list_modules_of_joint_units(*units)
     likely = lost_root(old, new)
-    parameter_changes = partial(_parameter_changes, has_units=any(new.units.values()))
+    has_units = any(new.units.values()) and not is_carried
+    parameter_changes = partial(_describe_parameter_changes, has_units=has_units)
+    problems = _TRAINING if not is_carried else tuple({*_TRAINING} - {_NOT_MANAGED})
     return (
-        *_frame_change("world_size", old.world_size, new.world_size),
-        *_frame_change("mesh", old.mesh_axes, new.mesh_axes, show_mesh),
+        *_diff_fact("world_size", old.world_size, new.world_size),
+        *_diff_fact("mesh", old.mesh_axes, new.mesh_axes, show_mesh),
         *(
             replace(change, likely=likely) if change.what == _NEW_ROOT else change
-            for change in _differences(*units, _unit_changes)
+            for change in _compare_named_facts("units", *units, _describe_unit_changes, problems)
+            # Parameters say that a module was added or removed with its unit. A unit that has
+            # more or fewer modules now is reported under its longer name.
+            if not change.what.startswith((_NO_UNIT, _NEW_UNIT))
+            or not reported.issuperset(expand(change.subject))
         ),
-        *_differences(old.parameters, new.parameters, parameter_changes),
+        *_compare_named_facts(
+            "parameters", old.parameters, new.parameters, parameter_changes, problems
+        ),
     )
+
+
+def _list_modules_of_joint_units(*sides: Mapping[str, UnitFacts]) -> set[str]:
+    """List the modules of all units that have several modules."""
+    return {part for units in sides for name in units if "+" in name for part in name.split("+")}
+
+
+def _modules_around(parameter: str) -> Iterator[str]:
+    """Yield the names of all modules that contain a parameter."""
+    while parameter:
+        parameter = parameter.rpartition(".")[0]
+        yield parameter
 
 
 def _units_by_label(tree: TreeFacts) -> dict[str, UnitFacts]:
@@ -151,10 +200,12 @@ def _units_by_label(tree: TreeFacts) -> dict[str, UnitFacts]:
     }
 
 
-def _differences(
+def _compare_named_facts(
+    noun: str,
     old: Mapping[str, _Fact],
     new: Mapping[str, _Fact],
     describe: Callable[[_Fact | None, _Fact | None], Iterator[str]],
+    problems: tuple[str, ...],
 ) -> Iterator[TreeChange]:
     """Yield the changes of each unit or parameter; names with equal changes share a pattern."""
     names_of: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
@@ -164,76 +215,80 @@ def _differences(
             names_of[tuple(describe(before, after))].append(name)
     lines = [(pattern, whats) for whats, names in names_of.items() for pattern in fold_fqns(names)]
     for pattern, whats in sorted(lines, key=lambda line: natural_key(expand(line[0])[0])):
-        breaks = any(what.startswith(_TRAINING) or _TRAINED in what for what in whats)
+        breaks = any(what.startswith(problems) or _TRAINED in what for what in whats)
         for what in whats:
-            yield TreeChange(subject=pattern, what=what, breaks_training=breaks)
+            yield TreeChange(subject=pattern, what=what, noun=noun, breaks_training=breaks)
 
 
-def _unit_changes(old: UnitFacts | None, new: UnitFacts | None) -> Iterator[str]:
+def _describe_unit_changes(old: UnitFacts | None, new: UnitFacts | None) -> Iterator[str]:
     if old is None or new is None:
         if new is not None:
-            yield f"becomes a unit of its own ({new.kind})"
+            yield f"{_NEW_UNIT} ({new.kind})"
         if old is not None:
-            yield f"is no longer a unit ({old.kind})"
+            yield f"{_NO_UNIT} ({old.kind})"
         return
     if old.kind != new.kind:
         yield f"sharded by {old.kind} -> {new.kind}"
     if old.is_root != new.is_root:
         yield _NEW_ROOT if new.is_root else "is no longer a root"
-    if _axes(old) != _axes(new):
-        yield f"{_axes(old)} -> {_axes(new)}"
+    if _describe_unit_axes(old) != _describe_unit_axes(new):
+        yield f"{_describe_unit_axes(old)} -> {_describe_unit_axes(new)}"
     if policy := policy_change(old, new):
         yield policy
-    yield from _value_changes(old.precision, new.precision)
+    yield from _describe_field_changes(old.precision, new.precision)
     if old.offload != new.offload:
         yield "shards move to host memory" if new.offload else "shards move to the device"
-    yield from _value_changes(old, new, "gradient_divide_factor", "force_sum_reduction")
-    yield from _value_changes(old, new, "forward_prefetch", "backward_prefetch", "prefetch")
+    yield from _describe_field_changes(old, new, "gradient_divide_factor", "force_sum_reduction")
+    yield from _describe_field_changes(
+        old, new, "forward_prefetch", "backward_prefetch", "prefetch"
+    )
 
 
-def _value_changes(old: object, new: object, *names: str) -> Iterator[str]:
+def _describe_field_changes(old: object, new: object, *names: str) -> Iterator[str]:
     """Yield how two dataclasses differ in the fields `names` (default: all fields)."""
     for name in names or [entry.name for entry in fields(old)]:  # type: ignore[arg-type]  # see above
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
-            yield f"{name} {_show(before)} -> {_show(after)}"
+            yield f"{name} {_show_field_value(before)} -> {_show_field_value(after)}"
 
 
-def _show(value: object) -> str:
+def _show_field_value(value: object) -> str:
     return (", ".join(value) or "none") if isinstance(value, tuple) else str(value)
 
 
-def _axes(unit: UnitFacts) -> str:
+def _describe_unit_axes(unit: UnitFacts) -> str:
     parts = [f"sharded over {unit.shard_axis}"] if unit.shard_axis is not None else []
     parts += [f"replicated over {unit.replicate_axis}"] if unit.replicate_axis is not None else []
-    return ", ".join(parts) or "on no mesh"
+    return ", ".join(parts) or "without parameters"
 
 
-def _parameter_changes(
+def _describe_parameter_changes(
     old: ParameterFacts | None, new: ParameterFacts | None, *, has_units: bool
 ) -> Iterator[str]:
     # Ignore DTensors outside all units, because their placements decide how gradients are reduced.
     is_loose = has_units and new is not None and not (new.managed or new.placements)
     if old is None or new is None:
         if new is not None:
-            yield f"added,{_TRAINED if is_loose and new.trainable else f' {_placement(new)}'}"
+            placement = f" {_describe_placement(new)}"
+            yield f"added,{_TRAINED if is_loose and new.trainable else placement}"
         if old is not None:
-            yield f"removed, was {_placement(old)}"
+            yield f"removed, was {_describe_placement(old)}"
         return
     if old.placements != new.placements:
-        yield f"{_placement(old)} -> {_placement(new)}"
+        yield f"{_describe_placement(old)} -> {_describe_placement(new)}"
     if old.shape != new.shape:
         yield f"shape {[*old.shape]} -> {[*new.shape]}"
-    yield from _value_changes(old, new, "dtype")
+    yield from _describe_field_changes(old, new, "dtype")
     if old.trainable != new.trainable:
         now = f"now{_TRAINED}" if is_loose else "frozen -> trainable"
         yield now if new.trainable else "trainable -> frozen"
     if old.managed != new.managed:
-        yield "now managed by a unit" if new.managed else _NOT_MANAGED
+        frozen = "" if old.trainable or new.trainable else "frozen, and "
+        yield "now managed by a unit" if new.managed else f"{frozen}{_NOT_MANAGED}"
     if old.tied != new.tied:
-        yield f"tied with {_show(old.tied)} -> {_show(new.tied)}"
+        yield f"tied with {_show_field_value(old.tied)} -> {_show_field_value(new.tied)}"
 
 
-def _placement(parameter: ParameterFacts) -> str:
+def _describe_placement(parameter: ParameterFacts) -> str:
     placements = [f"{text} over {axis}" for axis, text in parameter.placements]
     return ", ".join(placements) or "a plain tensor"

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 
+from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.text.fqn import fold_fqns
-from pytest_fsdp_comm.text.words import counted, shorten, show_nbytes
+from pytest_fsdp_comm.text.words import shorten, show_count, show_nbytes
 
 Level = Literal["error", "warning"]
 RuleLevel = Literal["error", "warning", "off"]
@@ -58,7 +59,8 @@ class Finding:
         cost = f" ({self.cost})" if self.cost else ""
         title = f"{self.level} {self.code}{cost}: {self.where}"
         below = (self.reason, f"fix: {self.cure}")
-        return "\n".join([_wrap(title, indent=""), *(_wrap(text, indent="  ") for text in below)])
+        lines = [_wrap(title, indent=""), *(_wrap(text, indent="  ") for text in below)]
+        return printable("\n".join(lines), "\n")
 
 
 class Findings(tuple[Finding, ...]):
@@ -71,7 +73,7 @@ class Findings(tuple[Finding, ...]):
         if not self:
             return "()"
         listed = "; ".join(f"{finding.code} in {finding.where}" for finding in self)
-        text = f"{counted(len(self), 'finding')}: {listed}"
+        text = f"{show_count(len(self), 'finding')}: {listed}"
         return f"<{shorten(text, _MAX_REPR - len('<>'))}>"
 
     def __str__(self) -> str:

@@ -96,6 +96,9 @@ class ParameterNode:
     split_from: int | None = None
     """Index of the first copy, if two units sharded a tied parameter separately, which split it
     in two. Otherwise None; always None in torch 2.7, which does not record the tie."""
+    nbytes_unfilled: int = 0
+    """Bytes of the shard's storage that neither padding nor any parameter fills. If parameters
+    share the storage, the first of them has the bytes. 0 for a plain tensor, or if unknown."""
 
     @property
     def numel(self) -> int:
@@ -216,10 +219,10 @@ class ShardTree:
 
     def module_fqn(self, index: int) -> str:
         """Return the FQN of a module; empty for the root."""
-        *names, _ = (self.modules[at].name for at in self.around(index))
+        *names, _ = (self.modules[at].name for at in self.list_ancestry(index))
         return ".".join(reversed(names))
 
-    def around(self, index: int) -> Iterator[int]:
+    def list_ancestry(self, index: int) -> Iterator[int]:
         """Yield the indices of a module and its ancestors, innermost first."""
         at: int | None = index
         while at is not None:
@@ -268,7 +271,7 @@ class ShardTree:
         for unit in self.units:
             members = {at: managed.setdefault(self.module_fqn(at), []) for at in unit.modules}
             for index in unit.parameters:
-                around = self.around(self.parameters[index].module)
+                around = self.list_ancestry(self.parameters[index].module)
                 member = next((at for at in around if at in members), unit.modules[0])
                 members[member].append(self.parameter_fqn(index))
         return {module: tuple(fqns) for module, fqns in managed.items()}

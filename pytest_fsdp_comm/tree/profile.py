@@ -37,7 +37,7 @@ def policy_change(old: UnitFacts, new: UnitFacts) -> str:
         return ""
     if "fsdp1" not in {old.kind, new.kind}:
         return f"reshard_after_forward {old.reshard_after_forward} -> {new.reshard_after_forward}"
-    return f"sharding_strategy {_strategy(old)} -> {_strategy(new)}"
+    return f"sharding_strategy {_sharding_strategy_name(old)} -> {_sharding_strategy_name(new)}"
 
 
 def lost_root(old: TreeFacts, new: TreeFacts) -> str:
@@ -65,7 +65,7 @@ def new_roots(old: TreeFacts, new: TreeFacts) -> frozenset[str]:
     )
 
 
-def _strategy(unit: UnitFacts) -> str:
+def _sharding_strategy_name(unit: UnitFacts) -> str:
     if unit.reshard_after_forward is None:
         return "NO_SHARD"
     if unit.replicate_axis is not None:
@@ -157,11 +157,29 @@ class TreeProfile:
         """The tree that all ranks have; None if ranks have different trees."""
         return self.trees.get(())
 
+    def union(self) -> TreeFacts | None:
+        """Return one tree with the units and parameters of all ranks; None if ranks disagree."""
+        first, *others = self.trees.values()
+        units: dict[int, dict[str, UnitFacts]] = {}
+        parameters: dict[str, ParameterFacts] = {}
+        for facts in (first, *others):
+            for number, named_units in facts.units.items():
+                units[number] = {**named_units, **units.get(number, {})}
+            parameters = {**facts.parameters, **parameters}
+        for facts in others:
+            shares_units = all(
+                units[number].items() >= named_units.items()
+                for number, named_units in facts.units.items()
+            )
+            if not (shares_units and parameters.items() >= facts.parameters.items()):
+                return None
+        return replace(first, units=units, parameters=parameters)
+
     @property
     def world_size(self) -> int:
         return next(iter(self.trees.values())).world_size
 
-    def restricted(self, ranks: Sequence[int]) -> TreeProfile:
+    def restrict(self, ranks: Sequence[int]) -> TreeProfile:
         """Return the profile of only these ranks, which must be in ascending order."""
         subset = frozenset(ranks)
         trees = [
@@ -182,7 +200,7 @@ class TreeProfile:
 def comparable(old: TreeProfile, new: TreeProfile) -> TreeProfile:
     """Return `old`; if only `new` is limited to some ranks, restrict `old` to these ranks."""
     is_part = new.recorded_ranks and not old.recorded_ranks
-    return old.restricted(new.recorded_ranks) if is_part else old
+    return old.restrict(new.recorded_ranks) if is_part else old
 
 
 def fold(tree: ShardTree) -> TreeProfile:
@@ -198,7 +216,7 @@ def merge(
     """Merge the trees of all recorded ranks; `trees` is keyed by rank, in ascending order."""
     # Ranks with equal trees often share one object, so compute its content only once.
     distinct = {id(facts): facts for facts in trees.values()}
-    contents = {key: _content(facts) for key, facts in distinct.items()}
+    contents = {key: _make_content_key(facts) for key, facts in distinct.items()}
     groups: dict[Hashable, tuple[TreeFacts, list[int]]] = {}
     for rank, facts in trees.items():
         groups.setdefault(contents[id(facts)], (facts, []))[1].append(rank)
@@ -210,7 +228,7 @@ def merge(
     )
 
 
-def _content(facts: TreeFacts) -> Hashable:
+def _make_content_key(facts: TreeFacts) -> Hashable:
     """Return a dictionary key that is the same for equal trees."""
     return (
         facts.world_size,

@@ -1,13 +1,11 @@
-import contextlib
 import signal
 from types import SimpleNamespace
 
 import pytest
 import running
 from sessions import OFF, set_outermost, start_warm
-from warm import WarmStarter
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,10 +20,10 @@ def _default_signals():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _warm_starter():
-    with contextlib.closing(WarmStarter()) as starter, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "PYTHON", starter.python)
-        yield starter
+def _warm_python(_warm_starter):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "PYTHON", _warm_starter.python)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +47,7 @@ def run_session(tmp_path_factory, _warm_starter):
             patch.setenv("OMP_NUM_THREADS", "1")
             patch.chdir(path)
             process = _warm_starter.start(arguments, output.fileno(), output.fileno())
-            status = process.wait(timeout=under_load(300))
+            status = process.wait(timeout=extend_under_load(300))
         output = (path / "output").read_text()
         return SimpleNamespace(output=output, path=path, status=status)
 

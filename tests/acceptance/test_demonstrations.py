@@ -4,6 +4,7 @@ Each takes the example with its reviewed snapshots, edits the training code as a
 and runs the README's command.
 """
 
+import contextlib
 import html
 import re
 import shutil
@@ -13,15 +14,27 @@ from pathlib import Path
 
 import pytest
 import running
+from sessions import start_warm
+from warm import WarmStarter
 
 pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(scope="module")
+def starter():
+    """Return a process with the example's imports, which take as long as torch's."""
+    starter = WarmStarter("transformers.models.llama.modeling_llama")
+    with contextlib.closing(starter):
+        yield starter
+
+
 @pytest.fixture
-def llama(pytester):
+def llama(pytester, starter, monkeypatch):
     """A copy of the example and its snapshots, and what edits and runs it."""
+    start_warm(pytester, starter, monkeypatch)
+    monkeypatch.setattr(running, "PYTHON", starter.python)
     return Llama(pytester)
 
 
@@ -59,8 +72,8 @@ class Llama:
         command = ("--world-size", "4", "-p", "no:cacheprovider", "-k", f"[{variant}]")
         return self.pytester.runpytest_subprocess(*command, *arguments, "examples/test_llama.py")
 
-    def failure(self, **kwargs):
-        result = self.run(**kwargs)
+    def failure(self, *arguments, **kwargs):
+        result = self.run(*arguments, **kwargs)
         result.assert_outcomes(failed=1, deselected=1)
         return result.stdout.str()
 
@@ -101,12 +114,12 @@ def test_unsharded_block_is_named_in_both_comparisons(llama):
     )
     assert explanation(llama.failure()) == [
         HEAD,
-        "comm: -10 % bytes in all_gather[dp] (1.4 -> 1.2 MiB per rank and step), -6.4 % in all, "
-        "peak gathered unchanged",
-        "comm: model.layers.2 no longer resharded after forward, so not gathered again in "
+        "model.layers.2 no longer resharded after forward, so not gathered again in "
         "backward: -1 call, -144.5 KiB",
         "tree: model.layers.2: reshard_after_forward True -> False",
         "likely: reshard_after_forward True -> False, as the tree shows",
+        "cost: -10 % bytes in all_gather[dp] (1.4 -> 1.2 MiB per rank and step), -6.4 % in all, "
+        "peak gathered unchanged",
         ACCEPT,
     ]
 
@@ -121,42 +134,43 @@ def test_lm_head_gathered_per_loss_chunk_is_explained(llama):
     assert lines[0] == HEAD
     # Issued in the loop over the chunks.
     line = llama.line_of("functional.cross_entropy(self.lm_head(part)")
-    assert lines[1].startswith("comm: +63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank")
-    assert lines[2] == "comm: peak gathered -23 % (545.2 -> 417.2 KiB per rank)"
-    assert lines[3] == (
-        "comm: lm_head split off from unit (root), gathered 4 times in forward: "
+    assert lines[1] == (
+        "lm_head split off from unit (root), gathered 4 times in forward: "
         "8 calls, 1.0 MiB in total, at "
         f"examples/llama_training.py:{line}"
     )
-    assert lines[4] == "tree: lm_head: becomes a unit of its own (fsdp2)"
-    assert lines[-2:] == [
+    assert lines[2] == "tree: lm_head: becomes a unit of its own (fsdp2)"
+    assert lines[3] == (
         "likely: called several times in one forward, e.g. by a chunked loss: call unshard() "
-        "once before, or leave it in its parent's unit",
-        ACCEPT,
-    ]
+        "once before, or leave it in its parent's unit"
+    )
+    assert lines[4].startswith("cost: +63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank")
+    assert lines[5:] == ["... and 2 more lines (-vv)", ACCEPT]
     # In the picture, lines are broken at spaces, and each begins with pytest's E.
     picture = (ROOT / "docs" / "pictures" / "failure.svg").read_text()
     drawn = html.unescape("".join(re.findall(r"<text[^>]*>(.*?)</text>", picture)))
     drawn, said = (re.sub(r"[\sE]", "", text) for text in (drawn, "".join(lines)))
     assert drawn.endswith(said), "run: python docs/draw_failure.py"
-    _, example, *_ = (ROOT / "docs" / "cost.md").read_text().split("```")
+    page = (ROOT / "docs" / "causes.md").read_text()
+    _, example, *_ = page.partition("\n## Cost\n")[2].split("```")
     costs = example.splitlines()[1:]
     assert len(costs) == 2
-    assert [line for line in costs if line not in text] == []
+    complete = llama.failure("-vv")
+    assert [line for line in costs if line not in complete] == []
 
 
 def test_a_missing_root_unit_is_explained(llama):
     llama.edit("    fully_shard(model, mesh=mesh)\n", "")
     lines = explanation(llama.failure())
     assert lines[0] == HEAD
-    assert lines[-2:] == [
-        "likely: fully_shard on the root is missing: its parameters are not sharded, FSDP does not "
-        "reduce their gradients, and each unit below becomes a root",
-        ACCEPT,
-    ]
+    assert lines[-1].endswith(ACCEPT.partition(": ")[2])
     assert (
-        "comm: (root) no longer gathered or reduced, gathers of other units unchanged in forward"
-        in lines
+        "likely: fully_shard on the root is missing: its parameters are not sharded, FSDP does not "
+        "reduce their gradients, and each unit below becomes a root"
+    ) in lines
+    assert (
+        "breaks training: (root) no longer gathered or reduced, gathers of other units unchanged "
+        "in forward" in lines
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 import running
 from page_checks import check_page
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 TESTS = """
 import os
@@ -59,7 +59,7 @@ def index_of(directory):
     text = (directory / "index.html").read_text(encoding="utf-8").replace("<wbr>", "")
     check_page(text)
     rows = re.findall(
-        r'<a href="(tests/[^"]*)">(.*?)</a>.*?</span> ([^<]*)</td>', text, flags=re.DOTALL
+        r'<a href="(tests/[^"]*)">(.*?)</a>.*?</span> ([^<]*)<', text, flags=re.DOTALL
     )
     return {
         html.unescape(name): (result, (directory / page).read_text(encoding="utf-8"))
@@ -69,7 +69,7 @@ def index_of(directory):
 
 def end(path, *arguments):
     process = running.start(path, "-p", "no:randomly", *arguments, python=running.PYTHON)
-    out, _ = process.communicate(timeout=under_load(120))
+    out, _ = process.communicate(timeout=extend_under_load(120))
     return process.returncode, out
 
 
@@ -115,8 +115,11 @@ def test_a_failed_comparison_reads_as_on_the_terminal(reported, directory):
     _, page = index_of(path / directory)[HOSTILE]
     read = check_page(page)
     text = " ".join("".join(read.text).split())
-    told = re.findall(r"^E +comm: (.*)$", ended[directory][1], flags=re.MULTILINE)
-    assert told
+    lines = re.findall(r"^E +(?:cost: |likely: )?(.*)$", ended[directory][1], flags=re.MULTILINE)
+    first = next(n for n, line in enumerate(lines) if "comm_mode and fsdp_tree differ" in line)
+    accept = next(n for n, line in enumerate(lines) if n > first and line.startswith("accept"))
+    told = [line for line in lines[first + 1 : accept] if "(-vv)" not in line]
+    assert len(told) > 2
     for line in told:
         assert " ".join(line.split()) in text
     assert "1: becomes a unit of its own (fsdp2)" in text
@@ -139,6 +142,17 @@ def test_each_kind_of_test_has_a_page_of_its_own(reported, directory):
     assert "Units and parameters" in tree
     assert "Rank 1 ended without sending a recording" in died
     assert "exited with status 3" in died
+
+
+def test_report_in_one_file_has_all_tests(pytester):
+    pytester.makepyfile(TESTS)
+    result = pytester.runpytest_subprocess("--comm-report=out/report.html", "-k", "in_this or step")
+    result.stdout.fnmatch_lines(["fsdp-comm: report: out/report.html"])
+    text = (pytester.path / "out/report.html").read_text(encoding="utf-8").replace("<wbr>", "")
+    check_page(text)
+    assert text.count("<article ") == 3
+    assert "pytest-fsdp-comm " in text
+    assert [*(pytester.path / "out").iterdir()] == [pytester.path / "out/report.html"]
 
 
 def test_report_that_cannot_be_written_is_named(pytester):

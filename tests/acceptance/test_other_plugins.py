@@ -5,7 +5,7 @@ import re
 import pytest
 from running import UNSAFE_TO_FORK
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 SOURCE = """
 import pytest
@@ -119,7 +119,7 @@ def test_after(): pass
 
 @pytest.mark.parametrize("method", ["signal", "thread"])
 def test_a_timeout_fails_only_its_own_test(run, method):
-    limit_s = under_load(3)
+    limit_s = extend_under_load(3)
     result = run(SLOW.format(method=method, limit_s=limit_s), plugins=["timeout"])
     result.assert_outcomes(passed=1, failed=1)
     shown = result.stdout.str()
@@ -142,7 +142,7 @@ import pytest
 @pytest.mark.parametrize("n", range(3))
 def test_it(n): time.sleep(LIMIT_S * 0.4)
 """
-    limit_s = str(under_load(4))
+    limit_s = str(extend_under_load(4))
     arguments = (f"--timeout={limit_s}", "-n", "2", "--rank-slots=2")
     result = run(source.replace("LIMIT_S", limit_s), *arguments, plugins=["timeout"])
     result.assert_outcomes(passed=3)

@@ -4,7 +4,7 @@ import json
 import pathlib
 import shutil
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 TESTS = pathlib.Path(__file__).parents[1]
 
@@ -13,7 +13,7 @@ def test_real_axis_ranks_record_same_as_gloo(pytester):
     for name in ("oracle.py", "models.py", "texts.py", "torch_facts.py", "conftest.py"):
         shutil.copy(TESTS / name, pytester.path)
     shutil.copy(TESTS / "real_axes.py", pytester.path / "test_real_axes.py")
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=under_load(300))
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=extend_under_load(300))
     result.assert_outcomes(passed=8)
     recorded = {path.stem: json.loads(path.read_text()) for path in pytester.path.glob("*.json")}
     simulated = {name: steps for name, steps in recorded.items() if "simulated" in name}

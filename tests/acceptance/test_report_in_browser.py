@@ -4,7 +4,17 @@ from dataclasses import replace
 
 import pytest
 from browser import find_browser, opened_browser
-from report_values import KIB, compared, profile_of, read, record_step, result, stack
+from report_values import (
+    KIB,
+    compared,
+    failure_of,
+    profile_of,
+    read,
+    record_step,
+    result,
+    stack,
+    with_overlap,
+)
 
 from pytest_fsdp_comm.reports.html.pages import render_pages, tree_page
 from pytest_fsdp_comm.reports.html.values import Run, timeline_of
@@ -208,6 +218,45 @@ def test_timeline_draws_units_collectives_and_peak(draw):
     ]
 
 
+def test_timeline_marks_exposed_calls_and_host_waits(draw):
+    recording = with_overlap(record_step(3))
+    evaluate = draw(recording, recording)
+    assert evaluate(TEXTS.format(".axis .cap")) == [
+        "dp 10 collectives, 44.0 KiB; 4 exposed, 20.0 KiB",
+        "tp 3 collectives, 1.5 KiB",
+        "host waits for the GPU 3 times",
+    ]
+    assert evaluate(STROKES)[:2] == [["dp", 7, 3, 0, 0], ["tp", 0, 0, 3, 0]]
+    colors = (
+        "new Set([...document.querySelectorAll('{}')].map(one => getComputedStyle(one).stroke))"
+    )
+    colors = f"[...{colors}]"
+    (exposed,) = evaluate(colors.format(".stroke.exposed"))
+    assert evaluate(colors.format(".dot")) == [exposed]
+    others = evaluate(colors.format(".stroke:not(.exposed)"))
+    assert exposed not in others
+    count = (
+        "[...document.querySelectorAll('{}')].map(one => one.getAttribute('d')).join('')"
+        ".split('M').length - 1"
+    )
+    assert evaluate(count.format(".dot")) == 4
+    assert evaluate(count.format(".stroke.wait")) == 3
+    # The row describes the call nearest to the pointer.
+    point = (
+        "(() => {{ const row = document.querySelectorAll('.axis')[{}];"
+        "const box = row.getBoundingClientRect();"
+        "row.dispatchEvent(new MouseEvent('mousemove', {{ clientX: box.left + {} * box.width }}));"
+        "return row.title }})()"
+    )
+    assert evaluate(point.format(0, 0)) == (
+        "2 of 30: all_gather[dp] of (root), forward, 8.0 KiB, exposed"
+    )
+    assert evaluate(point.format(0, 1)) == (
+        "29 of 30: reduce_scatter[dp] of layers.0, backward, 4.0 KiB, beside layers.0 (1.5 GFLOP)"
+    )
+    assert evaluate(point.format(2, 0)) == "6 of 30: host_wait item of layers.0, forward"
+
+
 def test_timeline_marks_modules_that_differ(draw):
     evaluate = draw(record_step(2), record_step(3))
     signs = evaluate("[...document.querySelectorAll('.bar')].filter(one => one.title).map("
@@ -316,6 +365,38 @@ def test_search_finds_tests_by_part_of_name(browser, pages):
     shown = "[...document.querySelectorAll('tbody tr')].filter(row => row.offsetHeight).length"
     assert browser.evaluate(shown) == 1
     assert browser.evaluate("document.querySelector('output').value") == "1 of 3"
+
+
+def test_index_is_narrowed_by_result_and_severity(browser, pages):
+    browser.show(pages["index"])
+    shown = "[...document.querySelectorAll('tbody tr')].filter(row => row.offsetHeight).length"
+    choose = (
+        "((id, value) => {{ const box = document.getElementById(id); box.value = value;"
+        "box.dispatchEvent(new Event('input', {{bubbles: true}})); }})('{}', '{}')"
+    )
+    for choice, expected in [
+        (("status", "differs"), 2),
+        (("severity", "change"), 2),
+        (("status", "not compared"), 0),
+        (("severity", ""), 1),
+        (("status", ""), 3),
+    ]:
+        browser.evaluate(choose.format(*choice))
+        assert browser.evaluate(shown) == expected, choice
+    assert browser.evaluate("document.querySelector('output').value") == ""
+
+
+def test_button_copies_the_accept_command(browser, tmp_path):
+    failure = failure_of(change=("x",), command="pytest --snapshot-update ", test="t.py::a")
+    report = result(compared(record_step(2), record_step(3), failure=failure), nodeid="t.py::a")
+    pages = dict(render_pages(Run(tests=(report,)), read))
+    file = tmp_path / "page.html"
+    file.write_text(next(iter(pages.values())), encoding="utf-8")
+    browser.show(file)
+    browser.evaluate("document.querySelector('[data-copies]').click()")
+    assert browser.evaluate("getSelection().toString()") == failure.accept
+    said = browser.evaluate("document.querySelector('[data-copies]').textContent")
+    assert said in {"Copied", "Press Ctrl+C"}
 
 
 def test_page_without_scripts_is_readable(browser, pages):

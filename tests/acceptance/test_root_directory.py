@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import running
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {"--comm-artifacts": "received", "--comm-report": "index.html", "--comm-summary": ""}
@@ -36,7 +36,7 @@ import sample_files
 class Recorded:
     recording = sample_files.recording()
 
-    def merged_profile(self):
+    def merged_profile(self, *, allow_divergence=False):
         return sample_profiles.profile({layers})
 """
 RANKS = """
@@ -76,7 +76,7 @@ def run(project, *arguments, **variables):
         capture_output=True,
         text=True,
         check=False,
-        timeout=under_load(300),
+        timeout=extend_under_load(300),
     )
 
 

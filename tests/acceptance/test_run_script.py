@@ -33,6 +33,11 @@ pytest.write_text(
 )
 pytest.chmod(0o755)
 """
+# Creates environments without pip, because installing pip takes ten times as long.
+WITHOUT_PIP = """
+import venv
+venv.EnvBuilder._setup_pip = lambda self, context: None
+"""
 INSTALLS = [
     *("install", "--disable-pip-version-check", "--quiet"),
     *("-c", "constraints.txt", "-e", ".[test]"),
@@ -83,8 +88,9 @@ def installations(environment):
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def test_failed_installation_is_repeated_by_next_run(project):
-    # Real venv and pip, without an index.
+@pytest.mark.release
+def test_failed_installation_is_reported(project):
+    """With real venv and pip, without an index."""
     result = project.run("demo", PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull)
     made = project.path / ".venv"
     assert result.returncode == 2
@@ -95,6 +101,24 @@ def test_failed_installation_is_repeated_by_next_run(project):
     ) in result.stderr
     assert "Traceback" not in result.stderr
     fake_pip(made)
+    assert project.run("demo").returncode == 3
+
+
+def test_missing_environment_is_created_once(project, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_PIP)
+    (tmp_path / "ensurepip.py").write_text("raise SystemExit(1)")
+    made = project.path / ".venv"
+    result = project.run("demo", PYTHONPATH=str(tmp_path))
+    assert result.returncode == 2
+    assert f"run.py: creating the virtual environment {made}" in result.stderr
+    assert f"`{made}/bin/python -m ensurepip` failed, see above" in result.stderr
+    fake_pip(made)
+    (made / "how").write_text("fails")
+    result = project.run("demo")
+    assert result.returncode == 2
+    assert f"failed in {project.path}, see above. Is the network up, or" in result.stderr
+    (made / "how").unlink()
+    (made / "pip.log").unlink()
     result = project.run("demo", "-x")
     assert result.returncode == 3
     assert "creating" not in result.stderr

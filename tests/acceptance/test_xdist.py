@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 from running import wait_for
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 pytest.importorskip("xdist")
 
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 @contextmanager
 def noted(name, n_ranks, seconds=0.5):
@@ -96,7 +96,7 @@ def test_before(dist_info):
     with noted("before", 2): pass
 
 def test_plain():
-    deadline = time.monotonic() + under_load(60)
+    deadline = time.monotonic() + extend_under_load(60)
     while "other" not in Path(os.environ["NOTES"]).read_text():
         assert time.monotonic() < deadline, "kept ranks without a test held their slots"
         time.sleep(0.05)
@@ -144,7 +144,7 @@ def test_waiting_for_slots_does_not_count_as_test_time(run):
 @pytest.mark.distributed(world_size=1, timeout_s=LIMIT_S)
 def test_it(n, dist_info):
     with noted(n, 1, seconds=LIMIT_S * 4 / 7): pass
-""".replace("LIMIT_S", str(under_load(7))),
+""".replace("LIMIT_S", str(extend_under_load(7))),
         "--rank-slots",
         "1",
     )
@@ -252,13 +252,13 @@ LEASES_CONFTEST = """
 import os
 import pytest
 from pytest_fsdp_comm.ranks.session import runner
-from test_it import noted, under_load
+from test_it import noted, extend_under_load
 
 runner.visible_gpu_count = lambda: 2
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    with noted(os.environ["CUDA_VISIBLE_DEVICES"], 1, seconds=under_load(1)): pass
+    with noted(os.environ["CUDA_VISIBLE_DEVICES"], 1, seconds=extend_under_load(1)): pass
 """
 
 

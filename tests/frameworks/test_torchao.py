@@ -111,7 +111,7 @@ def test_change_of_float8_is_reported(comm_mode, device_mesh):
     assert not comm_failure(reviewed, of(comm_mode, mesh, learning_rate=1e-3))
     whole = comm_failure(reviewed, of(comm_mode, mesh, in_float8=False))
     # Of 130 bytes in 16 bits, 66 remain.
-    assert whole[0] == "parameters[dp] float8_e4m3fn+bfloat16 -> bfloat16, x65/33 bytes"
+    assert whole[0] == "parameters[dp] float8_e4m3fn+bfloat16 -> bfloat16, 65/33 times the bytes"
     assert whole[-1].startswith("likely: an fsdp_pre_all_gather hook of the weights, such as")
     forgotten = comm_failure(reviewed, of(comm_mode, mesh, precomputes=False))
     assert forgotten[:2] == [

@@ -116,8 +116,7 @@ def test_change_of_arguments_is_reported(comm_mode, tmp_path):
         "gathered again in backward: -6 calls, -706.0 KiB"
     )
     assert tree_failure(reviewed, gathered) == [
-        "model.embed_tokens: reshard_after_forward True -> False",
-        "model.layers.{0..1}: reshard_after_forward True -> False",
+        "model.embed_tokens, model.layers.{0..1}: reshard_after_forward True -> False",
     ]
     each = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     assert comm_failure(reviewed, of(accelerator_config=each))[0] == (

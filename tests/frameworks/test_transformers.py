@@ -175,7 +175,8 @@ def test_experts_use_two_axes(comm_mode, fsdp_tree, ep):
     experts = {f"{layer}.mlp.experts" for layer in MOE_LAYERS}
     names = {tree.unit_name(index) for index in range(len(tree.units))}
     assert names == {"", *mixture_units(), *experts}
-    assert not tree.findings
+    # transformers loads these shards as views of larger tensors.
+    assert [finding.code for finding in tree.findings] == ["oversized-storage"]
 
 
 def test_experts_with_tp_send_slices(comm_mode):
@@ -229,6 +230,6 @@ def test_change_of_the_plan_is_reported(comm_mode):
     ]
     assert tree_failure(reviewed, dropped) == [
         "model.layers.{0..1}.mlp.down_proj.weight: Shard(1) over tp -> a plain tensor",
-        "model.layers.{0..1}.mlp.gate_proj.weight: Shard(0) over tp -> a plain tensor",
-        "model.layers.{0..1}.mlp.up_proj.weight: Shard(0) over tp -> a plain tensor",
+        "model.layers.{0..1}.mlp.gate_proj.weight, model.layers.{0..1}.mlp.up_proj.weight: "
+        "Shard(0) over tp -> a plain tensor",
     ]

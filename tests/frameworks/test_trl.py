@@ -23,7 +23,7 @@ pytestmark = [
     # transformers and TRL warn about each other's calls.
     pytest.mark.filterwarnings("ignore"),
 ]
-PAGE = Path(__file__).parents[2] / "docs/frameworks/trl.md"
+PAGE = Path(__file__).parents[2] / "docs/frameworks/accelerate.md"
 RANKS = 4
 LONG = 8
 UNITS = tiny_llama.units()

@@ -92,7 +92,7 @@ def fsdp1_reduces_in_each_backward(changed):
     "Lightning-AI/pytorch-lightning/issues/4092",
     happened="Gradient accumulation under DDP without `no_sync`, or with it in the wrong place.",
     cost="2 s per batch instead of 0.91 s on two nodes, 0.5 s instead of 0.41 s on one.",
-    first="gradients of (root) reduced 1 -> 2 times (all_reduce)",
+    first="gradients of (root) reduced in 1 -> 2 calls (all_reduce)",
     likely="2 steps instead of one, or reduced in each micro-batch: enter no_sync() for all micro-batches but the last",
     more={"all_reduce": 1},
     gloo=2,
@@ -150,7 +150,7 @@ def head_reduced_for_each_chunk(changed):
     "pytorch/pytorch/issues/154888",
     happened="A setting produced shards of one rank. FSDP1 then treated HYBRID_SHARD as "
     "NO_SHARD and reduced over that rank only, so the ranks trained separate models.",
-    first="gradients of (root), layers.{0..1} are no longer reduced over replicate and shard (was 6 calls, 36.5 KiB per rank)",
+    first="breaks training: gradients of (root), layers.{0..1} are no longer reduced over replicate and shard (was 6 calls, 36.5 KiB per rank)",
     tree="mesh: replicate=2 stride 2, shard=2 stride 1 -> shard=1",
     more={"all_gather": -5, "reduce_scatter": -3},  # 3 units, of which the root is kept
 )
@@ -164,7 +164,7 @@ def a_shard_of_one_rank(changed):
     "NVIDIA-NeMo/Automodel/pull/3135",
     happened="The parallelizer of experts built a mesh with only the shard axis. Replicas no "
     "longer exchanged gradients.",
-    first="gradients of (root), layers.{0..2} are no longer reduced over replicate (was 4 calls, 17.2 KiB per rank)",
+    first="breaks training: gradients of (root), layers.{0..2} are no longer reduced over replicate (was 4 calls, 17.2 KiB per rank)",
     tree="mesh: replicate=2 stride 2, shard=2 stride 1 -> shard=2 stride 1",
     more={"all_reduce": -4},
 )
@@ -195,8 +195,8 @@ def ignoring(*names):
     "BrotherHappy/OSTQuant/issues/15",
     happened="Trained modules were listed in `ignored_modules`. FSDP1 does not reduce their "
     "gradients, so each GPU applied its local gradients.",
-    first="parameter sizes changed: (root) 4.1 -> 2.1 KiB per gather",
-    tree="head.head.weight: FlatShard() over world -> a plain tensor, no longer managed by a unit",
+    first="unit sizes changed: (root) 4.1 -> 2.1 KiB per gather",
+    tree="breaks training: head.head.weight: FlatShard() over world -> a plain tensor, no longer managed by a unit",
 )
 def trained_modules_ignored(changed):
     return ignoring("head.scale", *["head.head"] * changed)
@@ -229,9 +229,9 @@ def root_left_whole(changed):
 @reported(
     "mosaicml/composer/pull/2628",
     happened="The default precision set no `reduce_dtype`, so FSDP1 reduced in bfloat16.",
-    first="gradients[world] float32 -> bfloat16, x1/2 bytes",
+    first="gradients[world] float32 -> bfloat16, half the bytes",
     likely="MixedPrecisionPolicy, as the tree shows",
-    tree="(root): reduce_dtype float32 -> None",
+    tree="(root), layers.{0..1}: reduce_dtype float32 -> None",
 )
 def gradients_reduced_in_bfloat16(changed):
     reduced = {} if changed else {"reduce_dtype": torch.float32}

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     happened="The code built the mesh for hybrid sharding before the process group existed. "
     "Without an error, parameters were sharded over all ranks.",
     cost="Shards over 16 ranks on two nodes instead of over 8 on one.",
-    first="all collectives over shard moved to dp",
+    first="mesh: replicate=2 stride 2, shard=2 stride 1 -> dp=4 stride 1",
     tree="mesh: replicate=2 stride 2, shard=2 stride 1 -> dp=4 stride 1",
     more={"all_reduce": -4},
 )

@@ -36,7 +36,7 @@ def one_by_one(grads):
     torch.stack([grad.norm().full_tensor() for grad in grads]).norm()
 
 
-GATHERED = "full_tensor() or redistribute(), a full state dict (e.g. for a checkpoint), or a DTensor that is printed or logged"
+GATHERED = "full_tensor() or redistribute(), by an optimizer that needs whole matrices, by clipping or by logging"
 
 
 @reported(

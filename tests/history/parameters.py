@@ -214,7 +214,7 @@ def one_unit_for_all(changed):
     "call.",
     cost="A buffer of 9.5 GiB for a 27B model, whose backward failed on 64 H100.",
     first="embed, head merged into unit (root)",
-    tree="embed: is no longer a unit (fsdp2)",
+    tree="embed, head: is no longer a unit (fsdp2)",
     more={"all_gather": -4, "reduce_scatter": -2},
 )
 def embedding_and_head_in_one_unit(changed):
@@ -239,7 +239,7 @@ def no_prefetching(changed):
     "verl-project/verl/issues/7834",
     happened="After construction on the meta device, head and embedding got separate tensors, and "
     "nothing tied them again.",
-    first="parameter sizes changed: (root) 2.1 -> 4.1 KiB per gather",
+    first="unit sizes changed: (root) 2.1 -> 4.1 KiB per gather",
     tree="embed.weight: tied with head.weight -> none",
 )
 def tied_weights_came_apart(changed):
@@ -255,7 +255,7 @@ def tied_weights_came_apart(changed):
     "huggingface/accelerate/issues/3979",
     happened="Since 1.13.0, parameters were no longer cast to float32 before sharding, so "
     "optimizers worked in bfloat16.",
-    tree="embed.weight: dtype float32 -> bfloat16",
+    tree="30 parameters of the model: dtype float32 -> bfloat16",
     is_silent=True,
 )
 def master_weights_in_bfloat16(changed):

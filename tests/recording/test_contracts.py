@@ -14,12 +14,12 @@ from torch.utils import _python_dispatch
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS
 from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.recording import kernels, patches
-from pytest_fsdp_comm.recording.mesh_axes import existing_axes, process_groups
-from pytest_fsdp_comm.recording.operations import BATCH, SILENT, VALUE_READS, Place, look_up
+from pytest_fsdp_comm.recording.mesh_axes import find_axes, process_groups
+from pytest_fsdp_comm.recording.operations import BATCH, SILENT, VALUE_READS, Place, find_operation
 from pytest_fsdp_comm.recording.owners import fsdp, stack, tensors
-from pytest_fsdp_comm.recording.patches import patched
-from pytest_fsdp_comm.recording.script import optimizer_steps
-from pytest_fsdp_comm.recording.steps import keeping_group
+from pytest_fsdp_comm.recording.patches import patch_attributes
+from pytest_fsdp_comm.recording.script import watch_optimizer_steps
+from pytest_fsdp_comm.recording.steps import keep_existing_group
 
 pytestmark = pytest.mark.upstream
 
@@ -33,11 +33,11 @@ def test_torch_has_names_of_stack_walk():
         "clip_grad_norm_",
         "clip_grad_norm_",  # of FSDP1
     ]
-    assert stack._forward_method_code().co_varnames[0] == "self"
+    assert stack._registered_forward_code().co_varnames[0] == "self"
     # torch.compile passes this class to the backends that interpret a graph.
     assert issubclass(stack.graph_type(), torch.fx.GraphModule)
     # A graph traced by a user is the user's module.
-    assert not stack.is_graph(torch.fx.symbolic_trace(torch.nn.Linear(2, 2)))
+    assert not stack.is_compiled_graph(torch.fx.symbolic_trace(torch.nn.Linear(2, 2)))
     # torch wraps a class's step when its first instance is made.
     torch.optim.SGD([nn.Parameter(torch.ones(1))])
     assert torch.optim.SGD.step.__code__ is stack._STEP
@@ -59,7 +59,7 @@ def test_graph_task_id_and_optimizer_hooks_in_backward():
     parameter.register_post_accumulate_grad_hook(
         lambda _: within.append(torch._C._current_graph_task_id())
     )
-    with optimizer_steps(stepped.append):
+    with watch_optimizer_steps(stepped.append):
         (parameter * 2).backward()
         optimizer.step()
     optimizer.step()
@@ -77,7 +77,10 @@ def test_scaler_step_skips_infinite_gradients():
         called.append(given)
         return step(own, given, *args, **kwargs)
 
-    with patched((torch.amp.GradScaler, "step", around)), optimizer_steps(stepped.append):
+    with (
+        patch_attributes((torch.amp.GradScaler, "step", around)),
+        watch_optimizer_steps(stepped.append),
+    ):
         for factor in (1.0, torch.inf):
             scaler.scale((parameter * factor).sum()).backward()
             scaler.step(optimizer)
@@ -92,7 +95,7 @@ def test_torch_has_both_names_of_init_and_destroy():
     for name in ("init_process_group", "destroy_process_group"):
         of_package = getattr(torch.distributed, name)
         assert of_package is getattr(torch.distributed.distributed_c10d, name)
-    with keeping_group():
+    with keep_existing_group():
         torch.distributed.init_process_group("no backend")
         torch.distributed.distributed_c10d.destroy_process_group()
     assert not torch.distributed.is_initialized()
@@ -109,15 +112,15 @@ def test_weak_storage_reference_keeps_address():
 
 
 def test_redistribution_frame_has_its_tensor():
-    code = stack.code_of("torch.distributed.tensor._redistribute", "Redistribute", "forward")
+    code = stack.code_of("torch.distributed.tensor._redistribute", "Redistribute.forward")
     assert code.co_varnames[:2] == ("ctx", "input")
 
 
 def test_nodes_passing_gradients_on_have_known_names():
     parameter = nn.Parameter(torch.ones(2, 2))
     made = parameter.to(torch.bfloat16).clone().view(4, 1).t().transpose(0, 1)
-    assert tensors._label_of_node(made.grad_fn, None).parameter is parameter
-    assert tensors._label_of_node((parameter * 2).grad_fn, None) is None
+    assert tensors._find_label_behind_node(made.grad_fn, None).parameter is parameter
+    assert tensors._find_label_behind_node((parameter * 2).grad_fn, None) is None
 
 
 def test_dispatch_modes_can_be_hidden_from():
@@ -139,14 +142,14 @@ def test_attributes_of_torch_are_restored_after_block():
     def attributes():
         return {
             (holder.__name__, name): vars(holder).get(name)
-            for holder, name, _ in patches._attributes()
+            for holder, name, _ in patches._torch_patches()
             if name != "clear"
         }
 
     originals = attributes()
-    with patches.watching():
+    with patches.watch_torch():
         inside = attributes()
-        with patches.watching():
+        with patches.watch_torch():
             pass
         assert attributes() == inside
     assert attributes() == originals
@@ -170,7 +173,7 @@ def test_units_show_what_they_do_and_what_they_hold(device_mesh):
     model.layers[0].up.register_forward_hook(lambda *_: look(group))
     model.layers[0].up.register_full_backward_hook(lambda *_: look(group))
     step(model)
-    states = fsdp._states(fsdp._FSDP2_STATES)
+    states = fsdp._look_up_training_states(fsdp._FSDP2_STATES)
     assert seen == [(state, True, False) for state in states]
     assert group._all_gather_result is None
     group.unshard()
@@ -178,12 +181,12 @@ def test_units_show_what_they_do_and_what_they_hold(device_mesh):
     assert dtypes == [[torch.float32], [torch.float32]]
 
     wrapper = FullyShardedDataParallel(Model(), device_id=torch.device("cpu"))
-    (handle,) = fsdp._handles_of([wrapper, wrapper.head])
+    (handle,) = fsdp._list_fsdp1_handles([wrapper, wrapper.head])
     seen.clear()
     wrapper.head.register_forward_hook(lambda *_: seen.append(handle._training_state))
     wrapper.head.register_full_backward_hook(lambda *_: seen.append(handle._training_state))
     step(wrapper)
-    assert seen == fsdp._states(fsdp._FSDP1_STATES)
+    assert seen == fsdp._look_up_training_states(fsdp._FSDP1_STATES)
     assert sum(handle.flat_param._numels) == 6 * WIDTH * WIDTH
     assert handle.flat_param._full_param_padded.untyped_storage().size() == 0
 
@@ -191,7 +194,7 @@ def test_units_show_what_they_do_and_what_they_hold(device_mesh):
 def test_a_state_that_moved_is_named():
     enum = "torch.distributed.fsdp._common_utils.HandleTrainingState"
     with pytest.raises(UpstreamChangedError, match=f"no longer has {enum}.NONSENSE, which the"):
-        fsdp._states(f"{enum} FORWARD NONSENSE")
+        fsdp._look_up_training_states(f"{enum} FORWARD NONSENSE")
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")
@@ -214,7 +217,7 @@ def test_a_method_that_moved_is_named(monkeypatch):
 
     original = FSDPParamGroup.unshard
     monkeypatch.delattr(FSDPParamGroup, "reshard")
-    with pytest.raises(UpstreamChangedError) as caught, patches.watching():
+    with pytest.raises(UpstreamChangedError) as caught, patches.watch_torch():
         pass
     assert f"torch {metadata.version('torch')} no longer has " in str(caught.value)
     assert "FSDPParamGroup.reshard, which" in str(caught.value)
@@ -246,7 +249,7 @@ def test_only_groups_of_this_rank_are_listed(monkeypatch):
     distributed.new_group([1])
     world = distributed.distributed_c10d._get_default_group()
     assert set(process_groups()) == {mine, world}
-    assert dict(existing_axes())["world"] == world.group_name
+    assert dict(find_axes())["world"] == world.group_name
     moved = SimpleNamespace(default_pg=world)
     monkeypatch.setattr(distributed.distributed_c10d, "_world", moved)
     with pytest.raises(UpstreamChangedError, match=r"longer has torch\.distributed\.\w+\._world"):
@@ -255,7 +258,7 @@ def test_only_groups_of_this_rank_are_listed(monkeypatch):
 
 def test_without_process_group_no_groups_or_axes():
     assert process_groups() == []
-    assert list(existing_axes()) == []
+    assert list(find_axes()) == []
 
 
 def test_a_function_that_moved_is_named():
@@ -275,15 +278,15 @@ def test_every_operation_of_this_torch_is_in_the_table():
     found = list(communicating_operations())
     assert len(found) > 30
     for packet, schema in found:
-        operation = look_up(packet.default)
+        operation = find_operation(packet.default)
         assert operation.kind in {*COLLECTIVE_KINDS, BATCH}
         names = {argument.name for argument in schema.arguments} | {"", *Place}
         assert {operation.sent, operation.received, operation.root, operation.peer} <= names, schema
 
 
 def test_other_operations_are_none_of_ours():
-    assert look_up(torch.ops.aten.add.Tensor) is None
-    assert look_up(torch.ops._c10d_functional.wait_tensor.default) is None
+    assert find_operation(torch.ops.aten.add.Tensor) is None
+    assert find_operation(torch.ops._c10d_functional.wait_tensor.default) is None
 
 
 def test_an_unsharded_module_has_no_unit_of_its_own():
@@ -317,7 +320,7 @@ def test_value_reads_match_tags_of_torch():
 def test_kernel_key_is_free_and_below_subclasses():
     key = torch._C.DispatchKey.BackendSelect
     after = torch._C._dispatch_keyset_full_after(key)
-    assert kernels.register_collectives() == ""
+    assert kernels.register_collective_kernels() == ""
     assert not after.has(key)
     assert not after.has(torch._C.DispatchKey.Python)
     assert after.has(torch._C.DispatchKey.CPU)
@@ -332,4 +335,4 @@ def test_kernel_key_is_free_and_below_subclasses():
 
 def test_torch_that_lacks_what_kernels_need_is_named(monkeypatch):
     monkeypatch.delattr(torch._C, "_dispatch_library")
-    assert kernels.register_collectives() == "this torch has no torch._C._dispatch_library"
+    assert kernels.register_collective_kernels() == "this torch has no torch._C._dispatch_library"

@@ -3,7 +3,7 @@
 import pytest
 
 from pytest_fsdp_comm.recording import flight_recorder
-from pytest_fsdp_comm.recording.flight_recorder import Witness, flights, flown
+from pytest_fsdp_comm.recording.flight_recorder import Witness, flights, read_flights
 
 
 def entry(seq, *, backend, state, retired=False, is_p2p=False, at=100, kind="all_reduce"):
@@ -45,8 +45,8 @@ def test_flights_skip_earlier_and_point_to_point_calls(monkeypatch):
     sent = entry(2, backend="nccl", state="started", is_p2p=True)
     new = entry(3, backend="nccl", state="started")
     of_nccl = {"_dump_nccl_trace": [old, sent, new]}
-    monkeypatch.setattr(flight_recorder, "_entries", lambda dump: of_nccl.get(dump, []))
-    assert [found.seq for found in flown(since_ns=100)[0]] == [3]
+    monkeypatch.setattr(flight_recorder, "_read_entries", lambda dump: of_nccl.get(dump, []))
+    assert [found.seq for found in read_flights(since_ns=100)[0]] == [3]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_gap_names_the_kind_that_nccl_ran(monkeypatch):
     """Matching with gloo's entries treats a reduce-scatter as an all-reduce; the text must not."""
     unseen = entry(1, backend="nccl", state="started", kind="_reduce_scatter_base")
     unseen["record_id"] = 0
-    monkeypatch.setattr(flight_recorder, "_entries", lambda dump: [unseen] * ("nccl" in dump))
+    monkeypatch.setattr(flight_recorder, "_read_entries", lambda dump: [unseen] * ("nccl" in dump))
     monkeypatch.setattr("time.time_ns", lambda: 0)
     witness = Witness()
     witness.end([])

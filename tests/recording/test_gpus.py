@@ -1,4 +1,4 @@
-"""On GPUs with NCCL; skipped without them. Not run on every change: see docs/limits.md."""
+"""On GPUs with NCCL; skipped without them. Not run on every change: see docs/torch-versions.md."""
 
 import pytest
 import torch

@@ -15,9 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from pytest_fsdp_comm import CommMode
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.ranks.wire.load import under_load
-from pytest_fsdp_comm.recording.active import entered
-from pytest_fsdp_comm.recording.operations import NAMESPACES, look_up
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
+from pytest_fsdp_comm.recording.active import entered_recorders
+from pytest_fsdp_comm.recording.operations import NAMESPACES, find_operation
 
 KEY = "BackendSelect"
 
@@ -52,7 +52,7 @@ def kernels_of_communicating_operations():
         namespace, _, name = schema.name.partition("::")
         if namespace in {"c10d", "_c10d_functional", "_dtensor"}:
             operation = getattr(getattr(torch.ops, namespace), name).default
-            if look_up(operation) is not None:
+            if find_operation(operation) is not None:
                 qualified = operation.name()
                 found[qualified] = torch._C._dispatch_has_kernel_for_dispatch_key(qualified, KEY)
     assert len(found) > 30
@@ -64,7 +64,7 @@ def older():
     """A thread that runs before any block; calls functions, and waits for them."""
     with ThreadPoolExecutor(1, "older") as pool:
         pool.submit(int).result()
-        yield lambda work: pool.submit(work).result(timeout=under_load(60))
+        yield lambda work: pool.submit(work).result(timeout=extend_under_load(60))
 
 
 @pytest.mark.upstream
@@ -154,11 +154,11 @@ def test_block_left_on_other_thread_is_over(older, device_mesh):
     left, later = CommMode(trace_operations=False), CommMode(trace_operations=False)
     left(model).__enter__()
     older(lambda: left.__exit__(None, None, None))
-    assert entered() == ()
+    assert entered_recorders() == ()
     with later(model):
-        assert len(entered()) == 1
+        assert len(entered_recorders()) == 1
         model(torch.ones(2, WIDTH))
-    assert entered() == ()
+    assert entered_recorders() == ()
     assert [event.owner for event in later.events] == ["", "layers.0"]
 
 
@@ -227,10 +227,10 @@ def test_thread_outliving_block_is_gap_of_later_block(comm_mode):
     first = CommMode()
     with first:
         pool = ThreadPoolExecutor(1, "left")
-        pool.submit(sent, 1).result(timeout=under_load(60))
+        pool.submit(sent, 1).result(timeout=extend_under_load(60))
     with comm_mode:
         sent(2)
-        pool.submit(sent, 3).result(timeout=under_load(60))
+        pool.submit(sent, 3).result(timeout=extend_under_load(60))
     pool.shutdown()
     assert sizes(first) == [1]
     assert sizes(comm_mode) == [2]

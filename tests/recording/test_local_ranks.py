@@ -14,7 +14,7 @@ from oracle import gloo_and_fake
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from pytest_fsdp_comm import CommMode
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 local_tensor = pytest.importorskip("torch.distributed._local_tensor")
 
@@ -90,7 +90,7 @@ def test_threads_as_ranks_are_recorded_or_gap():
     isolate(True)  # noqa: FBT003  # takes no names
     try:
         with ThreadPoolExecutor(2) as pool:
-            assert list(pool.map(play, range(2), timeout=under_load(60))) == [None, None]
+            assert list(pool.map(play, range(2), timeout=extend_under_load(60))) == [None, None]
     finally:
         isolate(False)  # noqa: FBT003  # as above
         multi_threaded_pg._uninstall_threaded_pg()

@@ -5,7 +5,9 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from pytest_fsdp_comm.comm.json import dump_recordings, load_recordings
 from pytest_fsdp_comm.comm.mesh import dims_of
@@ -115,3 +117,38 @@ def test_dims_give_the_ranks_again(dims, first):
 )
 def test_irregular_ranks_have_no_dims(ranks):
     assert dims_of(ranks) is None
+
+
+def group_counts(comm_mode):
+    return {axis.name: axis.num_groups for axis in comm_mode.recording.mesh_axes}
+
+
+@pytest.mark.distributed(world_size=8, backend="fake")
+@pytest.mark.parametrize("count", [1, 3])
+def test_groups_of_an_axis_are_counted(comm_mode, device_mesh, count):
+    meshes = [device_mesh(dp=2, tp=4) for _ in range(count)]
+    device_mesh(dp=2, tp=4)  # no collective uses its groups
+    # Different ranks, but the same shape, and so the same name.
+    shapes = [dist.new_group(ranks) for ranks in ([0, 1], [0, 1], [1, 2])]
+    with comm_mode:
+        for mesh in meshes:
+            dist.all_reduce(torch.ones(1), group=mesh.get_group("dp"))
+            dist.all_reduce(torch.ones(1), group=mesh.get_group("dp"))
+        dist.all_reduce(torch.ones(1), group=meshes[0]["tp"].get_group())
+        for group in shapes[:count]:
+            if dist.get_rank(group) >= 0:
+                dist.all_reduce(torch.ones(1), group=group)
+    few = min(count, 2)
+    assert group_counts(comm_mode) == {"dp": count, "tp": 1, "size2.stride1": few}
+
+
+@pytest.mark.distributed(world_size=4, backend="fake")
+def test_post_forward_groups_are_not_counted(comm_mode, device_mesh):
+    """FSDP2 itself creates one for each unit, so their number follows the number of units."""
+    mesh = device_mesh(dp=4)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=2)
+    with comm_mode(fully_shard(model, mesh=mesh)):
+        model(torch.ones(2, 4)).sum().backward()
+    assert group_counts(comm_mode) == {"dp": 1, "dp.post_forward": 1}

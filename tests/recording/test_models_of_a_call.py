@@ -80,12 +80,12 @@ def test_an_all_gather_has_no_further_models(device_mesh, comm_mode):
     models = Models()
     sys.setprofile(models)
     try:
-        reviewed = str(SnapshotText.of(profile(1), where="reviewed"))
+        reviewed = str(SnapshotText.from_profile(profile(1), where="reviewed"))
         comparison = compare(SnapshotText(reviewed, where="reviewed").profile, profile(2))
         text = render_comparison(comparison, snapshot="reviewed")
     finally:
         sys.setprofile(None)
     assert f"all_gather[dp] x1 of {NBYTES:_} B" in reviewed
-    assert "  all counts x2" in text.body
+    assert "  all calls: twice as many" in text.body
     # Of a unit, not of a call: when it is gathered and freed; of a kind and axis: their sums.
     assert models.names - {"Reshard", "Volume"} == MODELS

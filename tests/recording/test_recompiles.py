@@ -168,7 +168,12 @@ def test_a_block_compiles_nothing_more_on_ranks(comm_mode, device_mesh):
 @fake
 # inductor compiles C++, which takes seconds; differences would show in the other backends.
 @pytest.mark.parametrize(
-    "name", ["compiled blocks of FSDP2", "a compiled model with TP", "a compiled step"]
+    "name",
+    [
+        pytest.param("compiled blocks of FSDP2", marks=pytest.mark.release),
+        "a compiled model with TP",
+        pytest.param("a compiled step", marks=pytest.mark.release),
+    ],
 )
 def test_a_block_makes_inductor_compile_nothing_more(comm_mode, device_mesh, name):
     same_with_and_without(comm_mode, device_mesh, name, "inductor")

@@ -17,7 +17,7 @@ from pytest_fsdp_comm.command_line.documents import read_document
 from pytest_fsdp_comm.command_line.main import main
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.gathering import RankFiles
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "record.md").read_text()
 RANKS = 3
@@ -31,7 +31,7 @@ def step(model):
 def until_written(path):
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
-            thread.join(under_load(60))
+            thread.join(extend_under_load(60))
     wait_for(path.exists)
 
 
@@ -161,7 +161,7 @@ def test_thousands_of_ranks_match_a_simulated_rank(tmp_path, capsys):
     own = dump_recordings([recording(0)])
     (tmp_path / "step.json").write_text(join_recordings(dict.fromkeys(range(ranks), own)))
     (tmp_path / "one.json").write_text(own)
-    one = SnapshotText.of(read_document(tmp_path / "one.json").profile, where="one.comm")
+    one = SnapshotText.from_profile(read_document(tmp_path / "one.json").profile, where="one.comm")
     (tmp_path / "one.comm").write_text(one)
     assert "ranks 0\n" in one
     assert main(["diff", str(tmp_path / "one.comm"), str(tmp_path / "step.json")]) == 0

@@ -11,7 +11,7 @@ from oracle import gloo_and_fake, lines, witnessed
 from torch import nn
 
 from pytest_fsdp_comm import CommMode
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 ws2 = pytest.mark.distributed(world_size=2)
 
@@ -124,7 +124,7 @@ def test_collective_in_future_callback_is_recorded(comm_mode, register):
 
         future = dist.all_reduce(torch.ones(2), async_op=True).get_future()
         getattr(future, register)(reduce_again)
-        assert done.wait(timeout=under_load(30))
+        assert done.wait(timeout=extend_under_load(30))
 
     witnessed(comm_mode, None, chain, profiler=False)
     assert lines(comm_mode) == [
@@ -160,7 +160,7 @@ def test_a_thread_that_outlives_the_block_is_no_gap(comm_mode):
         thread = threading.Thread(target=send, name="late")
         with comm_mode:
             thread.start()
-            begun.wait(under_load(20))
+            begun.wait(extend_under_load(20))
             time.sleep(pause_s)
         thread.join()
         assert comm_mode.recording.gaps == ()

@@ -16,7 +16,7 @@ from models import Model, shard, step
 from torch_facts import needs_flight_recorder
 
 from pytest_fsdp_comm import UnseenCollectivesWarning
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 from pytest_fsdp_comm.recording import active, kernels
 
 ws2 = pytest.mark.distributed(world_size=2)
@@ -66,7 +66,9 @@ class Waiting:
 @pytest.fixture
 def without_kernels(monkeypatch):
     """Only this thread is recorded, as if torch had moved a function that kernels need."""
-    monkeypatch.setattr(kernels, "register_collectives", lambda: "this torch has no torch._C.moved")
+    monkeypatch.setattr(
+        kernels, "register_collective_kernels", lambda: "this torch has no torch._C.moved"
+    )
 
 
 MODE_NOTE = (
@@ -411,7 +413,7 @@ def test_without_a_witness_nothing_is_a_gap(environment, note):
         capture_output=True,
         text=True,
         # It takes 4 s of processor time, a fourth of it at its end: minutes on a busy machine.
-        timeout=under_load(600),
+        timeout=extend_under_load(600),
     )
     assert done.stdout == note
 

@@ -383,6 +383,17 @@ def half(reduced):
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
 
 
+def freshly_accumulated(model):
+    reshard_all(model)
+    accumulate(model, 2)
+
+
+def steps_and_evaluation(model, *, steps):
+    evaluate(model)
+    for _ in range(steps):
+        train(model)
+
+
 CHANGES = {
     "two_inputs_in_one_loss": lambda c: of(units(Decoder()), inputs, number=1 + c),
     "two_inputs_with_units_kept": lambda c: of(
@@ -465,6 +476,13 @@ CHANGES = {
     ),
     "nothing_resharded_after_backward": lambda c: of(
         resharding(units(Decoder()), after_backward=not c)
+    ),
+    "units_kept_between_micro_batches": lambda c: of(
+        resharding(units(Decoder(), reshard_after_forward=not c), after_backward=not c),
+        freshly_accumulated,
+    ),
+    "two_steps_more_beside_an_evaluation": lambda c: of(
+        units(Decoder(), root=True), steps_and_evaluation, steps=1 + 2 * c
     ),
     "units_resharded_by_hand_instead": lambda c: of(
         resharding(units(Decoder()), after_backward=not c), resharded_by_hand if c else train

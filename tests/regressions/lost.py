@@ -97,3 +97,19 @@ def lora_attached_after_sharding_beside_a_trained_head(changed):
 @regression(is_reversible=True)
 def pipeline_stage_is_no_unit(changed):
     return pipeline(is_unit=not changed)
+
+
+def split_mlp(changed, **styles):
+    """Splits each block's two products over tp; the second one's output may stay a partial sum."""
+    axes = mesh(dp=2, tp=2)
+    model = Decoder(2)
+    for layer in model.layers:
+        down = RowwiseParallel(**(styles if changed else {}))
+        plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": down}
+        parallelize_module(layer.mlp, axes["tp"], plan)
+    return of(units(model, axes=axes["dp"]))
+
+
+@regression
+def output_of_a_row_split_module_left_partial(changed):
+    return split_mlp(changed, output_layouts=Partial())

@@ -17,6 +17,7 @@ from torch.distributed.fsdp.wrap import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from pytest_fsdp_comm.errors import RecordingError
@@ -138,6 +139,48 @@ def replicated_beside_tensor_parallel():
     return parallelize_module(model, mesh, {"head": ColwiseParallel()})
 
 
+def shard_rows(whole, mesh, *, copies):
+    """Build a DTensor from the first quarter of a tensor, as a view or as a copy."""
+    rows = whole.chunk(4)[0]
+    return DTensor.from_local(rows.clone() if copies else rows, mesh, [Shard(0)])
+
+
+def loaded(*, copies):
+    """A sharded model that adopts the tensors of a state dict."""
+    model = fully_shard(nn.Linear(64, 64, bias=False))
+    mesh = model.weight.device_mesh
+    state = {
+        name: shard_rows(torch.zeros(tensor.shape), mesh, copies=copies)
+        for name, tensor in model.state_dict().items()
+    }
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def empty_then_filled():
+    with torch.device("meta"):
+        model = make(width=5)
+    return fully_shard(shard_blocks(model)).to_empty(device="cpu")
+
+
+def views_of_one_flat_buffer():
+    """The two shards fill the buffer together."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    for layer, rows in zip(model, torch.zeros(32, 64).split(16), strict=True):
+        layer.weight = nn.Parameter(DTensor.from_local(rows, mesh, [Shard(0)]))
+    return model
+
+
+def tied_as_a_view():
+    """A plain parameter uses the rest of the storage."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    shard = shard_rows(model[0].weight.detach(), mesh, copies=False)
+    model[1].weight = nn.Parameter(shard)
+    return model
+
+
 LEVELS = {rule.code: rule.level for rule in RULES}
 TINY = FindingSettings(small_nbytes=10_000, replicated_nbytes=512, padding_nbytes=1)
 BLOCKS = ("layers.0", "layers.1", "layers.2")
@@ -175,6 +218,10 @@ CASES = {
     "unit-too-small": (norm_on_its_own, {"unit-too-small": (("layers.0.norm",), 4 * 128)}),
     "padding": (odd_sizes, {"padding": (BLOCKS, None)}),
     "padding of few rows": (narrow, {"padding": (("",), 4 * (2 * 8 + 2))}),
+    "oversized-storage": (
+        lambda: loaded(copies=False),
+        {"oversized-storage": (("weight",), 3 * 4 * 16 * 64)},
+    ),
     "precision-override": (kept_in_full_precision, {"precision-override": (("norm",), 4 * 16)}),
     "large-replicated": (
         replicated_beside_tensor_parallel,
@@ -303,6 +350,16 @@ INNOCENT = {
     ),
     "unit-too-large": (lambda: fully_shard(nn.Embedding(256, 64)),),
     "padding": (lambda: fsdp1_blocks(make(width=5)),),
+    "oversized-storage": (
+        healthy,
+        lambda: loaded(copies=True),
+        lambda: fully_shard(nn.Linear(64, 2)),  # two rows on four ranks
+        empty_then_filled,
+        views_of_one_flat_buffer,
+        tied_as_a_view,
+        lambda: fsdp1_blocks(make(width=5)),
+        replicated_beside_tensor_parallel,
+    ),
     "precision-override": (lambda: kept_in_full_precision((nn.BatchNorm1d,), nn.BatchNorm1d),),
 }
 
@@ -405,6 +462,7 @@ def test_unmet_expectation_lists_differences():
     assert str(answer) == "2 not wrapped, although the policy wraps them: embed, layers.1"
     answer = TreeFactory().expect(healthy(), {nn.Linear})
     assert answer.unexpected == BLOCKS
+    assert repr(answer) == f"<{answer}>"
     assert answer.missing[:3] == ("layers.0.up", "layers.0.down", "layers.1.up")
     assert str(answer).endswith(
         "; 3 wrapped, although the policy does not wrap them: layers.{0..2}"

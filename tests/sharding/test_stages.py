@@ -197,7 +197,7 @@ def test_merged_ranks_of_a_pipeline_show_their_stages():
     text = format_profile(merge({0: first, 1: first, 2: second, 3: second}))
     assert "ranks 0-1\n" in text
     assert "ranks 2-3\n" in text
-    assert parse_trees(text).restricted([2]).common == second
+    assert parse_trees(text).restrict([2]).common == second
 
 
 def test_only_ranks_of_one_stage_are_compared():

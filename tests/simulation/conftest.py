@@ -1,14 +1,5 @@
-import contextlib
-
 import pytest
 from sessions import set_outermost, start_warm
-from warm import WarmStarter
-
-
-@pytest.fixture(scope="session")
-def _warm_starter():
-    with contextlib.closing(WarmStarter()) as starter:
-        yield starter
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,10 @@
 """The private names of torch that a simulation replaces or reads: fails when one moves."""
 
+import ast
 import inspect
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import flex_attention
 from torch.utils.data import DataLoader
 
-from pytest_fsdp_comm.simulation import devices, world
+from pytest_fsdp_comm.simulation import devices, memory, process_groups, sharding
 
 pytestmark = pytest.mark.upstream
 
@@ -55,18 +57,18 @@ def check_devices():
 
 
 def check_world():
-    assert hasattr(_fsdp_param, world._CHUNKS)
+    assert hasattr(_fsdp_param, sharding._CHUNKS)
     assert parameters(_fsdp_param._chunk_with_empty) == ["tensor", "num_chunks", "dim"]
-    assert f"{world._CHUNKS}(" in inspect.getsource(_fsdp_param.FSDPParam)
-    given = [parameters(getattr(distributed_c10d, name)) for name in world._OBJECTS]
+    assert f"{sharding._CHUNKS}(" in inspect.getsource(_fsdp_param.FSDPParam)
+    given = [parameters(getattr(distributed_c10d, name)) for name in process_groups._OBJECTS]
     assert [each[:3] for each in given] == [
         ["obj", "device", "group"],
         ["tensor", "tensor_size", "group"],
     ]
     assert all(each[3:] in ([], ["weights_only"]) for each in given)  # since torch 2.15
-    for name in world._GATHERS:
+    for name in process_groups._GATHERS:
         source = inspect.getsource(inspect.unwrap(getattr(distributed_c10d, name)))
-        assert all(f" {converts}(" in source for converts in world._OBJECTS), name
+        assert all(f" {converts}(" in source for converts in process_groups._OBJECTS), name
     assert distributed_c10d.GroupMember.WORLD is None
     assert vars(torch.jit._state._enabled).keys() == {"enabled"}
     assert "_enabled" in inspect.getsource(torch.jit._script)
@@ -77,7 +79,7 @@ def check_world():
         check_grouped_product()
     make = parameters(distributed_c10d._new_process_group_helper)
     assert make[3] == "backend"
-    assert {*make} >= {*world._FAKE_OPTIONS}
+    assert {*make} >= {*process_groups._FAKE_OPTIONS}
     assert isinstance(OPDEFS, Mapping)
     assert "self._init_fn(*args, **kwargs)" in inspect.getsource(CustomOpDef)
 
@@ -85,7 +87,8 @@ def check_world():
 def check_grouped_product():
     sizes = inspect.getsource(_meta_registrations.meta_grouped_mm)
     assert (
-        f"return {world._GROUPED}(\n        mat_a,\n        mat_b,\n        scale_a=None" in sizes
+        f"return {sharding._GROUPED}(\n        mat_a,\n        mat_b,\n        scale_a=None"
+        in sizes
     )
     assert parameters(_meta_registrations._create_grouped_mm_output_tensor)[2:] == [
         "offs",
@@ -111,3 +114,58 @@ def test_replaced_functions_are_what_torch_calls():
     check_devices()
     check_world()
     check_conversions()
+
+
+def test_errors_of_scripts_do_not_speak_of_tests():
+    texts = set()
+    for path in Path(memory.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            literals = [part.value for part in parts if isinstance(part, ast.Constant)]
+            texts.add("".join(text for text in literals if isinstance(text, str)))
+    texts -= {*memory._IN_SCRIPTS}
+    for in_test in memory._IN_SCRIPTS:
+        assert [text for text in texts if in_test in text], in_test
+    errors = [text for text in texts if any(in_test in text for in_test in memory._IN_SCRIPTS)]
+    for text in errors:
+        # A script is always simulated as with simulate=True, so these texts are only for tests.
+        if "simulate=True" not in text:
+            in_script = memory.adapt_to_script(text)
+            assert not [word for word in ("simulate=", "the test", "real=") if word in in_script]
+
+
+def test_missing_name_fails_only_tests_that_use_it(pytester):
+    pytester.makepyfile(
+        """
+        import pytest
+        import torch
+
+        pytestmark = pytest.mark.distributed(world_size=2, simulate=True)
+
+        def test_of_us(monkeypatch):
+            monkeypatch.delattr(torch._C, "_get_default_device")
+            torch.ones(2) + 1
+
+        def test_of_user():
+            torch.nn.absent
+
+        def test_without_flex_attention():
+            torch.ones(2) + 1
+        """
+    )
+    pytester.makeconftest(
+        """
+        from torch.nn.attention import flex_attention
+
+        vars(flex_attention).pop("_validate_device", None)
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:randomly")
+    result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines(
+        [
+            "E*UpstreamChangedError: torch * changed a private name of a class or module that a "
+            "rank reads (module 'torch._C' has no attribute '_get_default_device'); pytest-fsdp-*",
+            "E*AttributeError: module 'torch.nn' has no attribute 'absent'",
+        ]
+    )

@@ -1,8 +1,12 @@
 """Code that says "cuda" is simulated where there is no GPU, as if it said "cpu"."""
 
 import os
+import sys
+import unittest
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,19 +16,30 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Shard, rand, randn
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
+from torch_facts import HAS_DEVICE_INDEX, MESH_TAKES_BACKENDS
 
-from pytest_fsdp_comm.simulation.devices import cuda_on_cpu
+from pytest_fsdp_comm.simulation.devices import simulate_cuda
 from pytest_fsdp_comm.simulation.values import SimulationError
-from pytest_fsdp_comm.simulation.world import simulated as simulation
+from pytest_fsdp_comm.simulation.world import simulate_rank as simulation
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is used as it is")
 
@@ -114,7 +129,9 @@ def train(model, device, *, mixed=False, **how):
 def events(comm_mode):
     recording = comm_mode.recording
     assert recording.gaps == ()
-    return recording.collectives, recording.reshards, recording.redistributions
+    # The second mesh has groups of the same ranks, which have higher numbers.
+    collectives = [replace(event, group_number=1) for event in recording.collectives]
+    return collectives, recording.reshards, recording.redistributions
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators may not")
@@ -144,13 +161,166 @@ def test_a_step_on_cuda_sends_what_it_sends_on_the_cpu(comm_mode, fsdp_tree, bui
     assert tree == tree_on_cuda
 
 
+FSDP1_DEVICES = {
+    "device": lambda: {"device_id": torch.device("cuda", 0)},
+    "device without index": lambda: {"device_id": torch.device("cuda")},
+    "text": lambda: {"device_id": "cuda"},
+    "index": lambda: {"device_id": torch.cuda.current_device()},
+    "none": dict,
+    "mesh": lambda: {"device_mesh": init_device_mesh("cuda", (16,)), "device_id": 0},
+}
+
+
 @simulated
-def test_ddp_is_refused():
-    with pytest.raises(SimulationError) as refused:
-        DistributedDataParallel(Model().cuda(), device_ids=[0])
-    text = str(refused.value)
-    assert text.startswith("tests/simulation/test_devices.py:")
-    assert text.endswith('or backend="fake" instead of simulate=')
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FSDP1_DEVICES)
+def test_fsdp1_on_cuda_sends_what_the_cpu_sends(comm_mode, name):
+    found = []
+    for device in ("cpu", "cuda"):
+        on_cuda = {**FSDP1_DEVICES[name](), "sync_module_states": True}
+        options = {"device_id": torch.device("cpu")} if device == "cpu" else on_cuda
+        model = Model().to(device if name == "none" else "cpu")
+        model = FullyShardedDataParallel(
+            model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, **options
+        )
+        assert {parameter.device.type for parameter in model.parameters()} == {device}
+        with comm_mode(model):
+            train(model, device)
+        found.append(events(comm_mode)[0])
+    assert found[0]
+    assert found[0] == found[1]
+
+
+@simulated
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["index", "none"])
+def test_fsdp1_shards_within_hosts_of_gpus(comm_mode, name):
+    """Without a mesh, FSDP1 asks how many devices a host has: 8 GPUs, but only one CPU."""
+    model = FullyShardedDataParallel(
+        Model().cuda() if name == "none" else Model(),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        **FSDP1_DEVICES[name](),
+    )
+    with comm_mode(model):
+        train(model, "cuda")
+    sizes = {(event.kind, event.group_size) for event in comm_mode.events if event.owner}
+    assert sizes == {("all_gather", 8), ("reduce_scatter", 8), ("all_reduce", 2)}
+
+
+@simulated
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1_on_cuda_offloads_and_gathers_states(comm_mode):
+    model = FullyShardedDataParallel(
+        Model(), device_id=0, cpu_offload=CPUOffload(offload_params=True)
+    )
+    train(model, "cuda")
+    model = FullyShardedDataParallel(Model("meta"), device_id=0, param_init_fn=to_cuda)
+    train(model, "cuda")
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    options = (StateDictType.FULL_STATE_DICT, config)
+    with comm_mode(model), FullyShardedDataParallel.state_dict_type(model, *options):
+        states = model.state_dict()
+    assert states["blocks.0.up.weight"].shape == (4 * WIDTH, WIDTH)
+    assert comm_mode.counts("all_gather") == 1
+
+
+def to_cuda(module):
+    module.to_empty(device="cuda", recurse=False)
+
+
+@simulated
+def test_tensors_stay_on_cuda():
+    half = torch.randn(2, 4, device="cuda", dtype=torch.bfloat16)
+    cpu, norm = torch.randn(2, 4), nn.RMSNorm(4, device="cuda", dtype=torch.bfloat16)
+    for tensor in (
+        torch.randn(2, device="cuda").type_as(half),
+        cpu.type_as(half),
+        torch.as_tensor(half, dtype=torch.float64),
+        half.new_tensor([1, 2]),
+        half.to_sparse(),
+        cpu.to_sparse().to("cuda"),
+        nn.functional.pad(half, (1, 1), mode="circular"),
+        norm(half),
+        nn.functional.rms_norm(half, (4,)),
+        cpu.new_tensor([1], device="cuda"),
+    ):
+        assert tensor.device.type == "cuda"
+    for tensor in (
+        half.type_as(cpu),
+        half.to("cpu", torch.float64),
+        half.cpu(),
+        half.to_sparse().cpu(),
+        cpu.new_tensor([1]),
+        half.new_tensor([1], device="cpu"),
+        torch.as_tensor(half, device="cpu"),
+        nn.functional.rms_norm(cpu, (4,)),
+    ):
+        assert tensor.device.type == "cpu"
+
+
+@simulated
+@pytest.mark.filterwarnings("ignore")  # weight_norm is deprecated, but scripts still use it
+def test_parameter_in_a_graph_moves_to_cuda():
+    layer = nn.utils.weight_norm(nn.Linear(4, 4))
+    parameters = [*layer.parameters()]
+    layer.cuda()
+    assert [*map(id, layer.parameters())] == [*map(id, parameters)]
+    assert all(parameter.is_cuda for parameter in parameters)
+    layer(torch.ones(2, 4, device="cuda")).sum().backward()
+    assert layer.weight_v.grad.is_cuda
+
+
+def to_cuda_everywhere(value):
+    if isinstance(value, torch.Tensor):
+        return value.to("cuda")
+    is_cpu = isinstance(value, (str, torch.device)) and str(value) == "cpu"
+    return "cuda" if is_cpu else value
+
+
+NOT_ON_CUDA = {
+    # These return no tensors.
+    *("allclose", "broadcast_shapes", "equal", "item"),
+    # torch compiles these for the GPU.
+    *("jiterator_unary", "jiterator_binary", "jiterator_4inputs_with_extra_args"),
+    *("jiterator_binary_return_by_ref", "jiterator_2inputs_2outputs"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.distributed(world_size=2, simulate=True, timeout_s=600)
+@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.release)])
+def test_operators_keep_tensors_on_cuda(step, monkeypatch):
+    """Run the first sample of each of torch's operators; a `step` of 11 runs each eleventh."""
+    # torch imports this package for tests of its own.
+    monkeypatch.setitem(sys.modules, "expecttest", SimpleNamespace(TestCase=unittest.TestCase))
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    operators = [op for op in op_db if op.dtypes and op.name not in NOT_ON_CUDA]
+    assert len(operators) > 600
+    on_cpu = []
+    for op in operators[::step]:
+        dtype = torch.float32 if torch.float32 in op.dtypes else min(op.dtypes, key=str)
+        with unset_fake_temporarily():
+            sample = next(iter(op.sample_inputs("cpu", dtype)))
+        arguments = sample.input, sample.args, sample.kwargs
+        first, args, kwargs = tree_map(to_cuda_everywhere, arguments)
+        results = [
+            result
+            for result in tree_leaves(op(first, *args, **kwargs))
+            if isinstance(result, torch.Tensor)
+        ]
+        assert results, op.name
+        if not all(result.device.type == "cuda" for result in results):
+            on_cpu.append(f"{op.name} {op.variant_test_name}")
+    assert on_cpu == []
+
+
+@simulated
+def test_events_accept_keywords():
+    stream, event = torch.cuda.current_stream(), torch.cuda.Event()
+    event.record(stream=stream)
+    event.wait(stream=stream)
 
 
 @simulated
@@ -271,7 +441,8 @@ def test_preamble_of_gpu_script_runs():
     there = torch.device("cuda", local_rank)
     for backend in ("nccl", "gloo", "cpu:gloo,cuda:nccl"):
         assert dist.new_group([0, 17], backend=backend).size() == 2
-    init_device_mesh("cuda", (20,), backend_override={0: "nccl"})
+    options = {"backend_override": {0: "nccl"}} if MESH_TAKES_BACKENDS else {}
+    init_device_mesh("cuda", (20,), **options)
     made = (
         torch.zeros(2, device=local_rank),
         torch.empty(2, device=cuda.current_device()),
@@ -285,7 +456,8 @@ def test_preamble_of_gpu_script_runs():
     cuda.memory._record_memory_history(max_entries=9)
     cuda.memory._dump_snapshot("not written")
     cuda.profiler.start()
-    with torch.accelerator.device_index(local_rank), torch.cuda.stream(torch.Stream("cuda")):
+    device_index = torch.accelerator.device_index if HAS_DEVICE_INDEX else cuda.device
+    with device_index(local_rank), cuda.stream(torch.Stream("cuda")):
         assert not cuda.is_current_stream_capturing()
     assert cuda.initial_seed() == torch.initial_seed()
 
@@ -349,7 +521,7 @@ def test_everything_is_undone():
         return [dict(vars(place)) for place in places]
 
     before = holders()
-    with cuda_on_cpu(answers=True):
+    with simulate_cuda(answers=True):
         assert holders() != before
     assert holders() == before
 
@@ -400,6 +572,28 @@ def test_backend_is_that_of_the_devices_used(comm_mode):
     assert [one.kind for one in comm_mode.events] == ["all_gather", "reduce_scatter"]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
+@pytest.mark.parametrize(
+    ("how", "kinds"),
+    [
+        pytest.param(*case, marks=pytest.mark.distributed(2, **options))
+        for *case, options in (
+            ("fake", ["all_gather", "all_to_all"], {"backend": "fake"}),
+            ("gloo", ["all_gather", "scatter", "scatter"], {}),
+            ("nccl", ["all_gather", "reduce_scatter"], {"simulate": True}),
+        )
+    ],
+)
+def test_gather_backward_is_noted_on_fake_backend(comm_mode, how, kinds):
+    device = "cuda" if how == "nccl" else "cpu"
+    with comm_mode:
+        loss = torch.ones(3, device=device, requires_grad=True)
+        torch.cat(nn_functional.all_gather(loss)).sum().backward()
+    assert [one.kind for one in comm_mode.events] == kinds
+    notes = [note for note in comm_mode.recording.notes if "reduce_scatter on NCCL" in note]
+    assert len(notes) == (how == "fake")
+
+
 @simulated
 @pytest.mark.upstream
 def test_mesh_takes_its_arguments_as_keywords():
@@ -411,3 +605,21 @@ def test_mesh_takes_its_arguments_as_keywords():
 def test_backend_of_a_mesh_on_cuda_is_nccl():
     init_device_mesh("cuda", (16,))
     assert dist.get_backend() == "nccl"
+
+
+@simulated
+def test_random_dtensor_on_cuda_mesh_is_made():
+    mesh = init_device_mesh("cuda", (16,))
+    for make in (rand, randn):
+        tensor = make(32, 8, device_mesh=mesh, placements=[Shard(0)])
+        assert tensor.to_local().shape == (2, 8)
+        assert nn.functional.dropout(tensor, 0.5).shape == (32, 8)
+
+
+@simulated
+def test_distribution_accepts_unknown_values():
+    choice = torch.distributions.Categorical(logits=torch.randn(4, 6)).sample()
+    chosen = torch.distributions.Categorical(logits=torch.randn(4, 6))
+    assert chosen.log_prob(choice).shape == (4,)
+    with pytest.raises(SimulationError):
+        choice.tolist()

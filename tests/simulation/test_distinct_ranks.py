@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 from pytest_fsdp_comm.simulation.groups import distinct_places
 
 TESTS = pathlib.Path(__file__).parents[1]
@@ -74,7 +74,9 @@ def test_each_local_shape_has_a_rank(length, sizes):
 def run(pytester, *tests, args=()):
     pytester.makepyfile(test_it="\n".join((MODEL, *tests)))
     shutil.copy(TESTS / "conftest.py", pytester.path)
-    return pytester.runpytest_subprocess("-p", "no:cacheprovider", *args, timeout=under_load(120))
+    return pytester.runpytest_subprocess(
+        "-p", "no:cacheprovider", *args, timeout=extend_under_load(120)
+    )
 
 
 def snapshots(pytester, kind):

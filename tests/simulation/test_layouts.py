@@ -12,7 +12,7 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pytest_fsdp_comm import CommMode
-from pytest_fsdp_comm.simulation.world import LazyChunks
+from pytest_fsdp_comm.simulation.sharding import LazyChunks
 
 WIDTH, HIDDEN, VOCABULARY, LAYERS = 4096, 14336, 128256, 3
 BF16, FLOAT = 2, 4

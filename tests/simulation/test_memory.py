@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 from pytest_fsdp_comm.simulation.values import SimulatedTensors, SimulationError
 
 simulated = pytest.mark.distributed(world_size=4, simulate=True)
@@ -188,12 +188,12 @@ def test_threads_leave_only_what_they_entered():
     def enter():
         with mode:
             is_entered.set()
-            may_leave.wait(under_load(10))
+            may_leave.wait(extend_under_load(10))
 
     with mode:
         thread = threading.Thread(target=enter)
         thread.start()
-        is_entered.wait(under_load(10))
+        is_entered.wait(extend_under_load(10))
         with mode:
             may_leave.set()
             thread.join()

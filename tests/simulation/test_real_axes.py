@@ -169,5 +169,5 @@ def test_an_axis_that_no_mesh_has_is_reported(pytester):
 )
 def test_several_gathered_at_once_arrive_in_order(names, expected):
     parts = [[torch.tensor([0]), torch.tensor([1])], [torch.tensor([2]), torch.tensor([3])]]
-    received = groups._received("all_gather", names, 0, parts)
+    received = groups._compute_received("all_gather", names, 0, parts)
     assert [int(each) for each in received] == expected

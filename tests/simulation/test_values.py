@@ -5,12 +5,17 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from pytest_fsdp_comm.simulation import memory
-from pytest_fsdp_comm.simulation.values import SimulatedTensors, SimulationError, values_of
-from pytest_fsdp_comm.simulation.world import simulated as simulation
+from pytest_fsdp_comm.simulation.values import (
+    SimulatedTensors,
+    SimulationError,
+    await_and_view_values,
+)
+from pytest_fsdp_comm.simulation.world import simulate_rank as simulation
 
 OUTSIDE = torch.arange(4)
 
@@ -50,7 +55,7 @@ def test_a_write_reaches_all_that_share_the_memory():
 def test_outer_tensors_are_known_and_writable():
     doubled = OUTSIDE.view(2, 2).mul_(2)
     assert doubled.tolist() == [[0, 2], [4, 6]]
-    assert values_of(OUTSIDE).tolist() == [0, 2, 4, 6]
+    assert await_and_view_values(OUTSIDE).tolist() == [0, 2, 4, 6]
 
 
 @pytest.mark.usefixtures("simulated")
@@ -66,6 +71,20 @@ def test_outer_tensors_are_known_and_writable():
 def test_an_unknown_number_or_truth_is_answered(make):
     assert make()[0].item() == 1.0
     assert not (make() > 0)[0]
+
+
+@pytest.mark.usefixtures("simulated")
+def test_single_uniform_number_is_drawn():
+    # Augmentations of images draw numbers like this, and check their range.
+    torch.manual_seed(0)
+    first, second = (float(torch.empty(1).uniform_(-0.5, 0.5)) for _ in range(2))
+    with unset_fake_temporarily():
+        torch.manual_seed(0)
+        expected = [float(torch.empty(1).uniform_(-0.5, 0.5)) for _ in range(2)]
+    assert [first, second] == expected
+    # Weights stay unknown.
+    assert torch.empty(2).uniform_(-0.5, 0.5)[0].item() == 1.0
+    assert torch.nn.Linear(4, 1).bias.item() == 1.0
 
 
 @pytest.mark.usefixtures("simulated")
@@ -327,3 +346,27 @@ def test_ctc_loss_is_sized_by_its_lengths():
     unknown = torch.rand(2).long()
     with pytest.raises(SimulationError, match="they depend on floats"):
         nn.functional.ctc_loss(scores.log_softmax(2), labels, unknown, lengths)
+
+
+@pytest.mark.distributed(world_size=2, simulate=True)
+def test_tensor_of_file_has_its_values(tmp_path):
+    (tmp_path / "tokens").write_bytes(bytes(range(16)))
+    tokens = torch.from_file(str(tmp_path / "tokens"), size=16, dtype=torch.uint8)
+    assert (tokens[3:].long() + 1).tolist() == [*range(4, 17)]
+
+
+@pytest.mark.usefixtures("simulated")
+def test_sparse_embedding_trains():
+    model = nn.Embedding(10, 4, sparse=True)
+    model(torch.tensor([1, 2])).sum().backward()
+    assert model.weight.grad.layout is torch.sparse_coo
+    torch.optim.SparseAdam(model.parameters()).step()
+
+
+@pytest.mark.distributed(world_size=2, simulate=True)
+def test_future_of_work_has_its_results():
+    future = dist.all_reduce(torch.ones(4), async_op=True).get_future()
+    assert future.then(lambda done: done.value()[0] * 2).wait().tolist() == [4.0] * 4
+    parts = [torch.empty(2) for _ in range(2)]
+    future = dist.all_gather(parts, torch.tensor([1.0, 2.0]), async_op=True).get_future()
+    assert torch.cat(future.wait()[0]).tolist() == [1.0, 2.0] * 2

@@ -12,9 +12,13 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.mark.parametrize(
     ("script", "arguments", "line"),
     [
+        ("divergence.py", ["--layers", "2", "--turns", "2"], "64 recordings, 2 stages"),
         ("explain.py", ["--layers", "4"], "2 layers more"),
         ("fold_compare.py", ["--events", "1000"], "compare"),
-        ("merge_ranks.py", ["--ranks", "512", "--layers", "8"], "all ranks different"),
+        pytest.param(
+            *("merge_ranks.py", ["--ranks", "512", "--layers", "8"], "all ranks different"),
+            marks=pytest.mark.release,
+        ),
     ],
 )
 def test_benchmark_prints_its_figures(script, arguments, line):

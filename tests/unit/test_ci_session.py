@@ -20,10 +20,11 @@ GITHUB = {
 }
 
 
-def config(*, summary=None):
+def config(*, summary=None, artifacts=None, report=None):
+    options = {"summary_file": summary, "artifacts_dir": artifacts, "report_dir": report}
     return SimpleNamespace(
         pluginmanager=SimpleNamespace(get_plugin=lambda _: None),
-        stash={OPTIONS: SimpleNamespace(summary_file=summary)},
+        stash={OPTIONS: SimpleNamespace(**options)},
         rootpath=Path("/checkout/sub"),
         invocation_params=SimpleNamespace(dir=Path("/checkout/sub")),
     )
@@ -56,7 +57,10 @@ def report(when="call", outcome="failed", *, headline=None, keywords=("distribut
         longrepr=SimpleNamespace(reprcrash=crash),
     )  # fmt: skip
     if headline is not None:
-        test_report.comm_comparisons = {"files": ["a.comm"], "headline": headline}
+        test_report.comm_files = ["a.comm"]
+    if headline:
+        change = {"severity": "change", "text": headline}
+        test_report.comm_failure = {"head": "differs", "statements": [change]}
     return test_report
 
 
@@ -68,6 +72,20 @@ def outcomes_of(*reports):
     return session._read_outcomes(state, pytest.ExitCode.TESTS_FAILED)
 
 
+@pytest.mark.parametrize(
+    ("given", "report", "artifacts"),
+    [
+        ({}, "", ""),
+        ({"report": Path("/checkout/sub/out"), "artifacts": Path("/x")}, "out/index.html", "/x"),
+        ({"report": Path("/checkout/sub/report.html")}, "report.html", ""),
+    ],
+)
+def test_saved_directories_are_reported_as_a_user_writes_them(given, report, artifacts):
+    state = SimpleNamespace(shouldfail="", shouldstop="")
+    outcomes = CiSession(config(**given), GITHUB)._read_outcomes(state, pytest.ExitCode.OK)
+    assert (outcomes.report, outcomes.artifacts) == (report, artifacts)
+
+
 def test_passing_rerun_removes_the_failure():
     again = [report("setup", "passed"), report(headline="a: +1")]
     assert len(outcomes_of(*again).failed) == 1
@@ -77,7 +95,7 @@ def test_passing_rerun_removes_the_failure():
 
 def test_failed_comparison_replaces_earlier_failure():
     (failed,) = outcomes_of(report(), report("teardown")).failed
-    assert (failed.reason, failed.comparisons.headline) == ("assert 1", "")
+    assert (failed.reason, failed.failure) == ("assert 1", None)
     # The report of the test includes comparisons of its subtests.
     (failed,) = outcomes_of(report(), report(headline="a: +1")).failed
     assert failed.reason == "a: +1"
@@ -101,7 +119,7 @@ def test_failure_outside_checkout_is_placed_at_test():
 def test_call_sites_outside_checkout_are_dropped():
     sites = ("src/train.py:7", "/checkout/lib.py:8", "/usr/lib/x.py:9", "../../x.py:1")
     differing = report(headline="a: +1")
-    differing.comm_comparisons["sent"] = [[site, "a: +1"] for site in sites]
+    differing.comm_failure["statements"][0]["sites"] = list(sites)
     (failed,) = outcomes_of(differing).failed
     annotations = [(place.path, place.line, text) for place, text in failed.sent]
     assert annotations == [("sub/src/train.py", 7, "a: +1"), ("lib.py", 8, "a: +1")]

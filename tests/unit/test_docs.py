@@ -1,5 +1,7 @@
 """Links, commands, settings and environment variables on pages exist; the README is short."""
 
+import ast
+import json
 import re
 import runpy
 import tomllib
@@ -94,16 +96,47 @@ def test_every_environment_variable_is_documented():
     """Check all variables but those that only this plugin or torchrun sets and reads."""
     internal = {"PYTEST_FSDP_COMM_LAUNCH", "PYTEST_FSDP_COMM_LAUNCHED", "PYTEST_FSDP_COMM_RANK"}
     internal |= {"PYTEST_FSDP_COMM_OWN_RANK", "PYTEST_FSDP_COMM_COLLECTION", "PYTEST_CURRENT_TEST"}
-    internal |= {
-        "TORCHELASTIC_RESTART_COUNT",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_USE_AGENT_STORE",
-    }
+    internal |= {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}
+    foreign = ("GIT_", "SEEK_", "TORCHELASTIC_", "TORCH_NCCL_", "DDP_")
     text = "".join(page.read_text() for page in DOCS.rglob("*.md"))
     for file in PACKAGE.rglob("*.py"):
         for name in re.findall(r'"((?:[A-Z]+_)+[A-Z]+|CI|RANK)"', file.read_text()):
-            if name not in internal and not name.startswith(("GIT_", "SEEK_", "TORCHELASTIC_")):
+            if name not in internal and not name.startswith(foreign):
                 assert f"`{name}`" in text, f"{name} of {file.relative_to(ROOT)} is on no page"
+
+
+def written_text(node):
+    """Return the text of a string in the code, with `...` for its variable parts."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(written_text, node.values))
+    return "..."
+
+
+def test_symptoms_on_the_page_are_messages_of_the_code():
+    page = (DOCS / "how-to" / "troubleshooting.md").read_text().partition("\n## Nothing is")[0]
+    symptoms = re.findall(r"(?m)^\| (`.+?) \| ", page)
+    assert 15 <= len(symptoms) <= 30
+    files = [file.read_text() for file in PACKAGE.rglob("*.py")]
+    strings = [written_text(node) for text in files for node in ast.walk(ast.parse(text))]
+    messages = "\n".join(strings).replace("{", "").replace("}", "")
+    for symptom in re.findall(r"`(.+?)`", "".join(symptoms)):
+        parts = [part.strip(" ,()") for part in symptom.split("...")]
+        assert [part for part in parts if part not in messages] == [], symptom
+
+
+def test_first_lines_for_reviewers_are_first_lines_of_failures():
+    page = (DOCS / "how-to" / "reviewing.md").read_text()
+    shown = re.findall(r"(?m)^\| `(.+?)` \| ", page)
+    assert len(shown) > 20
+    expected = json.loads((ROOT / "tests" / "regressions" / "expected.json").read_text())
+    # Pages whose own tests compare these lines.
+    others = [(DOCS / name).read_text() for name in ("how-to/overlap.md", "recording.md")]
+    for line in shown:
+        assert any(first.startswith(line) for first in expected.values()) or any(
+            line in text for text in others
+        ), line
 
 
 def test_the_reference_has_every_public_name():

@@ -8,9 +8,9 @@ import pytest
 from running import wait_for
 from torch.distributed import FileStore, PrefixStore, TCPStore
 
-from pytest_fsdp_comm.errors import RanksDivergedError
-from pytest_fsdp_comm.gathering import Exchange, TextStore, gather_values
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.errors import RanksDivergedError, RecordingError
+from pytest_fsdp_comm.gathering import Exchange, RankFiles, TextStore, gather_values
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def in_threads(*calls):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=under_load(30))
+        thread.join(timeout=extend_under_load(30))
     return results
 
 
@@ -139,3 +139,31 @@ def test_gather_values_rejects_different_labels(exchanges):
     assert "every rank must make the same comparisons" in str(results[1])
     same = in_threads(*(lambda e=end: gather_values(e, "comm_mode", "a\nb") for end in ends))
     assert same == [["a\nb", "a\nb"]] * 2
+
+
+def test_rank_files_are_collected_and_removed(tmp_path):
+    files = RankFiles(tmp_path / "out.json")
+    files.publish(9, "of an earlier run")
+    files.clear()
+    for rank, text in {2: "ü", 10: "same" * 9, 1: "same" * 9, 0: ""}.items():
+        files.publish(rank, text)
+    texts = files.collect(4, timeout_s=0)
+    assert [*texts.items()] == [(0, ""), (1, "same" * 9), (2, "ü"), (10, "same" * 9)]
+    assert texts[1] is texts[10]
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_rank_files_wait_for_the_last_rank(tmp_path):
+    files = RankFiles(tmp_path / "out.json")
+    files.publish(0, "a")
+    last = threading.Timer(0.1, files.publish, (1, "b"))
+    last.start()
+    assert files.collect(2, timeout_s=extend_under_load(30)) == {0: "a", 1: "b"}
+    last.join()
+
+
+def test_rank_files_name_the_ranks_that_wrote_nothing(tmp_path):
+    files = RankFiles(tmp_path / "out.json")
+    files.publish(1, "a")
+    with pytest.raises(RecordingError, match=r"after 0\.01 s ranks 0, 2-3 had written none"):
+        files.collect(4, timeout_s=0.01)

@@ -1,4 +1,4 @@
-"""Every version that docs/limits.md or a text names has a run that passed."""
+"""Every version that docs/torch-versions.md or a text names has a run that passed."""
 
 import ast
 import json
@@ -64,8 +64,8 @@ def claims():
     yield from (("pyproject.toml", *claim) for claim in required())
     texts = {page: page.read_text() for page in [ROOT / "README.md", *DOCS.rglob("*.md")]}
     # Skip the table, which lists failed runs too.
-    limits = DOCS / "limits.md"
-    texts[limits] = texts[limits].replace(TABLE["table"](), "")
+    page = DOCS / "torch-versions.md"
+    texts[page] = texts[page].replace(TABLE["table"](), "")
     for file in (ROOT / "pytest_fsdp_comm").rglob("*.py"):
         nodes = ast.walk(ast.parse(file.read_text()))
         # Docstrings and texts for users.
@@ -78,7 +78,9 @@ def claims():
 
 
 def test_the_page_shows_the_runs():
-    assert TABLE["table"]() in (DOCS / "limits.md").read_text(), "run: python docs/matrix_table.py"
+    assert TABLE["table"]() in (DOCS / "torch-versions.md").read_text(), (
+        "run: python docs/matrix_table.py"
+    )
 
 
 def test_each_combination_was_run_with_its_versions():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pytest_fsdp_comm.launch_environment import LaunchedRank
-from pytest_fsdp_comm.marker import resolve, with_further_ranks, world_sizes
+from pytest_fsdp_comm.marker import add_ranks, resolve, world_sizes
 from pytest_fsdp_comm.options import (
     BadValueError,
     DistributedSettings,
@@ -112,10 +112,10 @@ def test_further_ranks_include_real_coordinates():
     settings = settle(16, simulate=True, real={"pp": 2})
     assert settings.finds_ranks
     assert not settle(16, simulate=True, ranks=[0]).finds_ranks
-    joined = with_further_ranks(settings, [3], session_options(rank_slots=4))
+    joined = add_ranks(settings, [3], session_options(rank_slots=4))
     assert (joined.ranks, joined.finds_ranks) == ((0, 3, 8, 11), False)
     with pytest.raises(BadValueError, match="allows only 3 at a time"):
-        with_further_ranks(settings, [3], session_options(rank_slots=3))
+        add_ranks(settings, [3], session_options(rank_slots=3))
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,6 @@ def test_bad_world_size_is_refused(value):
          "simulations; set simulate= or drop it")),
         ([], {"simulate": True, "backend": "gloo"}, ("backend='gloo' conflicts with "
          "simulate=True, because a simulation sends nothing; drop one of them")),
-        ([], {"simulate": "strict", "device": "cuda"}, ("device='cuda' is set, but "
-         "simulated ranks run on the CPU; drop it, or run the test on GPUs with backend='nccl'")),
         ([], {"real": {"pp": 2}}, ("real: applies only to simulations; set simulate= or "
          "drop it")),
         ([], {"real": {"pp": 1}}, ("real: expected each axis with its size, at least 2, such "
@@ -206,8 +204,9 @@ def test_bad_world_size_is_refused(value):
          "overlap: write the size and the mesh stride of each, such as {'ep': (8, 1)}")),
         ([1024], {"simulate": True, "real": {"pp": 512}}, ("512 ranks are too many processes "
          "for one machine (at most 256); name some of them, ranks=[0, 3]")),
-        ([], {"backend": "fake", "device": "cuda"}, ("device='cuda' is set, but simulated "
-         "ranks run on the CPU; drop it, or run the test on GPUs with backend='nccl'")),
+        ([], {"backend": "fake", "device": "cuda"}, ("device='cuda' is set, but ranks of "
+         "backend='fake' run on the CPU; simulate a GPU with simulate=, drop device=, or run the "
+         "test on GPUs with backend='nccl'")),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused_with_a_remedy(args, kwargs, text):
@@ -293,3 +292,61 @@ def test_launched_world_size_overrides_ini(pytester, monkeypatch, arguments, siz
 def test_help_of_ini_deadline_names_seconds(pytester):
     help_text = " ".join(pytester.runpytest_subprocess("--help").stdout.str().split())
     assert "fsdp_comm_timeout_s (string): default for --comm-timeout, in seconds" in help_text
+
+
+@pytest.mark.parametrize(
+    ("option", "written", "other"),
+    [
+        # `tests/expected` is the snapshot directory, and `link` leads to it.
+        ("--comm-artifacts=tests", "tests/expected", "the snapshot directory tests/expected"),
+        ("--comm-artifacts=linked", "linked/received", "the snapshot directory tests/expected"),
+        ("--comm-artifacts=link", "link/received", "the snapshot directory tests/expected"),
+        ("--comm-artifacts=tests/../tests", "tests/expected", "the snapshot directory"),
+        ("--comm-artifacts=__snapshots__", "__snapshots__/received", "of plain snapshots"),
+        ("--comm-report=tests/expected", "tests/expected/index.html", "the snapshot directory"),
+        # The pages of tests are written to `tests`.
+        ("--comm-report=.", "tests", "the snapshot directory tests/expected"),
+        ("--comm-summary=tests/expected/a.comm", "tests/expected/a.comm", "the snapshot directory"),
+        ("--comm-summary=__snapshots__/test_a.ambr", "__snapshots__/test_a.ambr", "of plain snaps"),
+        ("--comm-summary=a.md", "a.md", "the snapshot directory tests/expected"),
+    ],
+)
+def test_output_over_snapshots_is_refused(pytester, option, written, other):
+    make_outputs(pytester)
+    with pytest.raises(pytest.UsageError) as caught:
+        read_session_options(pytester.parseconfig(*option.split("=", 1)))
+    name = option.partition("=")[0]
+    text = str(caught.value)
+    assert text.startswith(f"{name}: this option writes {written}, which overlaps with ")
+    assert other in text
+    assert text.endswith("so reviewed snapshots could be lost; choose a different path")
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--comm-artifacts=."],
+        ["--comm-artifacts=tests/expected-by-ci"],
+        ["--comm-artifacts=expected"],
+        ["--comm-report=tests"],
+        ["--comm-report=report", "--comm-summary=report/summary.md"],
+        ["--comm-summary=tests/expected.md"],
+        ["--comm-summary=tests"],  # a directory, which no file replaces
+    ],
+)
+def test_output_beside_snapshots_is_accepted(pytester, arguments):
+    make_outputs(pytester)
+    options = read_session_options(pytester.parseconfig(*arguments))
+    assert options.snapshot_dir == pytester.path / "tests/expected"
+
+
+def make_outputs(pytester):
+    pytester.makeini("[pytest]\nfsdp_comm_snapshot_dir = tests/expected")
+    snapshots = pytester.path / "tests/expected"
+    snapshots.mkdir(parents=True)
+    (snapshots / "b.comm").write_text("reviewed")
+    (pytester.path / "link").symlink_to(snapshots)
+    (pytester.path / "linked").mkdir()
+    (pytester.path / "linked/received").symlink_to(snapshots)
+    (pytester.path / "a.md").symlink_to(snapshots / "b.comm")

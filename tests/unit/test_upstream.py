@@ -43,3 +43,67 @@ def test_missing_package_error_has_no_version(monkeypatch):
 def test_listed_packages_have_installed_names(package):
     pytest.importorskip(package.replace("-", "_"))
     assert re.match(rf"{package} \d", str(upstream.moved_error(package, "x", "y")))
+
+
+def run(source, path=upstream.__file__, **names):
+    """Run `source` in a block of `private_names`, as a part of the file at `path`."""
+    with upstream.private_names("FSDP2 that fsdp_tree reads"):
+        exec(compile(source, path, "exec"), names)  # noqa: S102  # source of these tests
+
+
+class Absent:
+    """Stands for a class of torch, and for a class of a user."""
+
+    def __getattr__(self, name):
+        raise AttributeError(f"no {name}", name=name, obj=self)
+
+
+class OfTorch(Absent):
+    __module__ = "torch.distributed.fsdp"
+
+
+class OfUser(OfTorch):
+    """A user's subclass of a class of torch."""
+
+
+@pytest.mark.parametrize("value", [OfTorch(), OfUser(), OfTorch])
+def test_name_that_torch_lacks_becomes_moved_error(value):
+    with pytest.raises(UpstreamChangedError, match=r"FSDP2 that fsdp_tree reads .*_x"):
+        run("value._x", value=value)
+
+
+def test_import_that_torch_lacks_becomes_moved_error():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(UpstreamChangedError, match="cannot import name '_x' from 'torch'"):
+        run("from torch import _x")
+    with pytest.raises(UpstreamChangedError, match=r"No module named .torch\._x."):
+        run("import torch._x")
+    with pytest.raises(UpstreamChangedError, match=r"module .torch\._C. has no attribute ._x."):
+        run("torch._C._x", torch=torch)
+
+
+@pytest.mark.parametrize("value", [Absent(), Absent, None, pytest])
+def test_name_that_others_lack_stays_its_error(value):
+    with pytest.raises(AttributeError, match="_x"):
+        run("value._x", value=value)
+
+
+@pytest.mark.parametrize("path", ["train.py", "/site-packages/torch/fsdp.py"])
+def test_name_that_others_read_stays_their_error(path):
+    with pytest.raises(AttributeError, match="_x"):
+        run("value._x", path, value=OfTorch())
+    with pytest.raises(ImportError):
+        run("import torch._x", path)
+
+
+def test_import_of_other_package_stays_its_error():
+    with pytest.raises(ModuleNotFoundError):
+        run("import absent_package")
+
+
+@pytest.mark.parametrize("name", ["torch._x nn", "torch.nn _x", "torch.nn Module._x"])
+def test_look_up_of_missing_name_is_moved_error(name):
+    pytest.importorskip("torch")
+    dotted = name.replace(" ", ".").replace(".", r"\.")
+    with pytest.raises(UpstreamChangedError, match=f"no longer has {dotted}, which a test uses;"):
+        upstream.look_up(*name.split(), "a test uses")

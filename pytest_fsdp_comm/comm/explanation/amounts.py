@@ -1,31 +1,44 @@
-"""Propose changes in counts, sizes and dtypes that apply to all modules."""
+"""Explain changes in counts, sizes and dtypes that apply to all modules."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from fractions import Fraction
+from itertools import chain
 from typing import ClassVar, Final
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase, Role
+from pytest_fsdp_comm.comm.explanation.evidence import (
+    Matches,
+    Recordings,
+    count_acts,
+    count_more_acts,
+    list_gathered_axes,
+    list_gathers,
+)
 from pytest_fsdp_comm.comm.explanation.states import (
     Between,
     Content,
     Owner,
     State,
     calls_of,
-    count_of,
+    count_calls,
+    get_sole,
+    is_gather,
     is_of_gradients,
     is_of_unit,
+    keys_that_differ,
     role_of,
     sizes_of,
-    sole,
     template,
 )
-from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Step
+from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Part, Problem, Step
+from pytest_fsdp_comm.comm.explanation.words import name_factor, name_modules
 from pytest_fsdp_comm.comm.profile import Row, RowKey, replace_fields
 from pytest_fsdp_comm.text.words import itemsize
 
@@ -34,8 +47,16 @@ from pytest_fsdp_comm.text.words import itemsize
 # a later step that writes the same row could hide a rounding error.
 
 
+NO_BACKWARD: Final = "forwards without a backward, such as an evaluation"
+_MODEL_DTYPE: Final = "the dtype of the model's parameters"
+_REDUCES_IN_FLOAT32: Final = (2, 15)
+"""The first torch version in which FSDP2 reduces in the parameter's original dtype if
+``reduce_dtype`` is unset, and casts partial gradients before DTensor reduces them. Older FSDP2, and
+FSDP1 in all versions, use ``param_dtype`` in both cases. Observed with torch 2.13.0 and 2.15.0."""
+_ROLES: Final = tuple(Role)
 _ONE: Final = Fraction(1)
 _PASSES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
+_MAX_KINDS: Final = 2
 _MOST_TERMS: Final = 64
 """Largest product of a factor's numerator and denominator. 3/2 is a plausible change, while 129/65
 is a coincidence."""
@@ -53,13 +74,14 @@ class Scope(Enum):
     FORWARD = auto()
     ACTIVATIONS = auto()
     OPTIMIZER = auto()
+    OUTSIDE = auto()
 
     def includes(self, key: RowKey, call: Calls, content: Content) -> bool:
         match self:
             case Scope.EVERYTHING:
                 return True
-            case Scope.OPTIMIZER:
-                return key.phase is Phase.OPTIMIZER
+            case Scope.OPTIMIZER | Scope.OUTSIDE:
+                return key.phase is Phase[self.name]
             case Scope.FORWARD:
                 # A unit that stays unsharded is not gathered again for the next forward.
                 stays_unsharded = is_of_unit(key, call) and content.stays_unsharded
@@ -75,8 +97,9 @@ class Scope(Enum):
 class Counts(GlobalStep):
     """All calls in a scope happen `factor` times as often."""
 
-    kind: str = "counts"
     order: ClassVar[int] = 3
+    writes: ClassVar[Part] = "counts"
+    least_rows: ClassVar[int] = 2
     scope: Scope
     factor: Fraction
     has_activations: bool
@@ -121,44 +144,221 @@ class Counts(GlobalStep):
                 return call.role == Role.ACTIVATIONS
             case Scope.FORWARD:
                 return key.phase is Phase.FORWARD
-            case Scope.OPTIMIZER:
-                return key.phase is Phase.OPTIMIZER
+            case Scope.OPTIMIZER | Scope.OUTSIDE:
+                return key.phase is Phase[self.scope.name]
             case _:
                 return key.phase in _PASSES
 
-
-def propose_counts(between: Between) -> Iterator[Step]:
-    """Propose that counts changed by a common factor."""
-    unique = set(between.state.values())
-    sends = any(call.role == Role.ACTIVATIONS for content in unique for _, call in content.calls())
-    reductions = _ratios(
-        (count_of(before), count_of(after), len(group.owners))
-        for group in between.differences
-        for key, before, after in group.rows
-        if key.axis
-        and before
-        and all(is_of_gradients(key, call, group.old) for row in before for call in row.calls)
-    )
-    for scope in Scope:
-        pairs = (
-            (count_of(before), count_of(after), len(group.owners))
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        unique = set(between.state.values())
+        calls = chain.from_iterable(content.calls() for content in unique)
+        sends = any(call.role == Role.ACTIVATIONS for _, call in calls)
+        reductions = _find_most_common_ratios(
+            (count_calls(before), count_calls(after), len(group.owners))
             for group in between.differences
             for key, before, after in group.rows
-            if before and scope.includes(key, before[0].calls[0], group.old)
+            if key.axis
+            and before
+            and all(is_of_gradients(key, call, group.old) for row in before for call in row.calls)
         )
-        for ratio in _ratios(pairs):
-            # Only the forward scope excludes units.
-            units = between.state.items() if scope is Scope.FORWARD else ()
-            excluded = tuple(owner for owner, content in units if content.stays_unsharded)
-            step = Counts(scope=scope, factor=ratio, has_activations=sends, excluded=excluded)
-            has_others = scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}
-            for reductions_factor in (_ONE, *reductions) if has_others else (_ONE,):
-                guess = replace(step, reductions=reductions_factor)
-                if guess.fits(unique):
-                    yield guess
+        for scope in Scope:
+            pairs = (
+                (count_calls(before), count_calls(after), len(group.owners))
+                for group in between.differences
+                for key, before, after in group.rows
+                if before and scope.includes(key, before[0].calls[0], group.old)
+            )
+            for ratio in _find_most_common_ratios(pairs):
+                # Only the forward scope excludes units.
+                units = between.state.items() if scope is Scope.FORWARD else ()
+                excluded = tuple(owner for owner, content in units if content.stays_unsharded)
+                step = cls(scope=scope, factor=ratio, has_activations=sends, excluded=excluded)
+                has_others = scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}
+                for reductions_factor in (_ONE, *reductions) if has_others else (_ONE,):
+                    guess = replace(step, reductions=reductions_factor)
+                    if guess.fits(unique):
+                        yield guess
+
+    def is_plausible(self, old: State, new: State) -> bool:
+        # If forward repeats all modules, no module disappears.
+        return self.scope is not Scope.FORWARD or old.keys() <= new.keys()
+
+    def describe(self, recordings: Recordings) -> str:
+        matches: Matches
+        match self.scope:
+            case Scope.EVERYTHING:
+                return self._describe_call_factor("all calls", lambda *_: True, recordings)
+            case Scope.ACTIVATIONS:
+                return self._describe_call_factor("activation calls", _is_activation, recordings)
+            case Scope.OPTIMIZER:
+                calls = "all calls in the optimizer phase"
+                return self._describe_call_factor(
+                    calls, _make_phase_matcher(Phase.OPTIMIZER), recordings
+                )
+            case Scope.OUTSIDE:
+                matches = _make_phase_matcher(Phase.OUTSIDE)
+                kinds = _describe_matching_kinds(matches, recordings)
+                calls = f"all calls outside forward and backward{kinds}"
+                return self._describe_call_factor(calls, matches, recordings)
+            case Scope.FORWARD:
+                return self._describe_forward(recordings)
+        reductions = recordings.ratio(_is_gradient_reduction, is_shared=True)
+        calls = "all forward and backward calls"
+        matches = _is_pass_call_without_gradients
+        if self.has_activations and reductions != self.factor:
+            calls = "forwards and backwards"
+        if recordings.ratio(matches, is_shared=True) != self.factor:
+            # Another step changes what backward sends.
+            calls, matches = "all forward calls", _make_phase_matcher(Phase.FORWARD)
+        text = self._describe_call_factor(calls, matches, recordings)
+        if reductions in {None, 0, self.factor}:
+            return text
+        if reductions != 1:
+            return f"{text}, gradient reductions: {name_factor(reductions)} as many"
+        is_same = recordings.is_unchanged(_is_gradient_reduction)
+        return f"{text}, gradient reductions {'unchanged' if is_same else 'as often as before'}"
+
+    def _describe_call_factor(self, calls: str, matches: Matches, recordings: Recordings) -> str:
+        is_common = recordings.ratio(matches, is_shared=True) == self.factor
+        rest = "" if is_common else ", apart from the other changes"
+        return f"{calls}: {name_factor(self.factor)} as many{rest}"
+
+    def _describe_forward(self, recordings: Recordings) -> str:
+        def is_counted(key: RowKey, _call: Calls, owner: Owner) -> bool:
+            return key.phase is Phase.FORWARD and owner not in self.excluded
+
+        is_common = recordings.ratio(is_counted, is_shared=True) == self.factor
+        who = f" of {name_modules(self._find_changed_owners(recordings))}" if self.excluded else ""
+        parts = [f"forward calls{who}: {name_factor(self.factor)} as many"]
+        parts += [] if is_common else ["apart from the other changes"]
+        is_backward = _make_phase_matcher(Phase.BACKWARD)
+        gathers = recordings.ratio(lambda *call: is_backward(*call) and is_gather(*call[:2]))
+        if recordings.is_unchanged(is_backward):
+            parts += ["backward calls unchanged"]
+        elif gathers not in {None, 0, 1}:
+            parts += [f"gathers in backward: {name_factor(gathers)} as many"]
+        if not recordings.is_unchanged(is_backward) and recordings.is_unchanged(
+            _is_gradient_reduction
+        ):
+            parts += ["gradient reductions unchanged"]
+        text = ", ".join(parts)
+
+        def is_gather_of_excluded(key: RowKey, call: Calls, owner: Owner) -> bool:
+            return owner in self.excluded and is_gather(key, call)
+
+        if not self.excluded:
+            return text
+        how = "changed otherwise"
+        if recordings.is_unchanged(is_gather_of_excluded):
+            how = "unchanged"
+        elif recordings.ratio(is_gather_of_excluded) == 1:
+            how = "as often as before"
+        units = name_modules(self.excluded)
+        return f"{text}; gathers of {units} {how} (not resharded after forward)"
+
+    def _find_changed_owners(self, recordings: Recordings) -> list[Owner]:
+        old, new = recordings.states
+        changes = {
+            owner: [
+                key
+                for key in keys_that_differ(old[owner], new[owner])
+                if key.phase is Phase.FORWARD and key.axis
+            ]
+            for owner in old
+            if owner not in self.excluded
+        }
+        gathers = [
+            owner
+            for owner, keys in changes.items()
+            if not old[owner].gathers[Phase.FORWARD].keys().isdisjoint(keys)
+        ]
+        return gathers or [owner for owner, keys in changes.items() if keys]
+
+    def find_cause(self, recordings: Recordings) -> str:
+        is_whole = self.factor.denominator == 1
+        if self.factor < 1 or not (is_whole or self.scope is Scope.FORWARD):
+            return ""
+        often = f"{self.factor} times as many"
+        reductions = recordings.ratio(_is_gradient_reduction, is_shared=True)
+        is_of_passes = self.scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}
+        if self.scope is Scope.EVERYTHING or (is_of_passes and reductions == self.factor):
+            rows = recordings.new.collectives
+            if any(call.role == Role.GRADIENTS for row in rows for call in row.calls):
+                return f"{often} steps, or {often} micro-batches that each reduce gradients"
+            is_forward = {row.phase for row in rows} <= {Phase.FORWARD}
+            units = "forwards" if is_forward else "steps, micro-batches or inputs of one loss"
+            if any(row.what == "send" for row in rows):
+                units = "micro-batches, stages per rank or steps"
+            return f"{often} {units}"
+        if self.scope is Scope.FORWARD:
+            return self._find_cause_of_forwards(recordings, often, is_whole=is_whole)
+        if not is_of_passes or reductions is None:
+            return ""
+        if reductions != 1:
+            return f"{often} micro-batches, with {reductions} times as many gradient reductions"
+        # Each backward gathers units that forward reshards, so their gathers show how many ran.
+        is_certain = self.has_activations or any(
+            row.phase is Phase.BACKWARD and role_of((row,)) == Role.PARAMETERS
+            for row in recordings.old.rows
+        )
+        alternative = "" if is_certain else ", or parameters resharded after each backward"
+        return f"gradients accumulated over {often} micro-batches{alternative}"
+
+    def _find_cause_of_forwards(self, recordings: Recordings, often: str, *, is_whole: bool) -> str:
+        sides = ([row for row in side.rows if row.what == "send"] for side in recordings.sides)
+        old_sends, new_sends = map(count_calls, sides)
+        if new_sends:
+            is_same = is_whole and new_sends == old_sends * self.factor
+            return f"{often} micro-batches" if is_same else ""
+        freed = count_acts(recordings.old, Phase.BACKWARD, "reshard")
+        more = count_more_acts(recordings, Phase.BACKWARD, "reshard")
+        if any(freed[owner] for owner in more):
+            return (
+                "forward runs several times before one backward, e.g. for two inputs or in a loop"
+            )
+        return explain_added_forwards(recordings)
 
 
-def _ratios(pairs: Iterable[tuple[int, int, int]]) -> list[Fraction]:
+def explain_added_forwards(recordings: Recordings) -> str:
+    """Return why forwards without a backward were added."""
+    more = count_more_acts(recordings, Phase.FORWARD, "unshard")
+    _, new = recordings.states
+    is_frozen = any(content.reductions for content in new.values()) and not any(
+        new[owner].reductions for owner in more
+    )
+    return f"{NO_BACKWARD}{', or frozen modules that run on more inputs' * is_frozen}"
+
+
+def _make_phase_matcher(phase: Phase) -> Matches:
+    return lambda key, _call, _owner: key.phase is phase and key.axis != ""
+
+
+def _is_pass_call_without_gradients(key: RowKey, call: Calls, _owner: Owner) -> bool:
+    return key.phase in _PASSES and key.axis != "" and call.role != Role.GRADIENTS
+
+
+def _describe_matching_kinds(matches: Matches, recordings: Recordings) -> str:
+    """Name the kinds and axes of matching calls: `` (recv[pp], send[pp])``; empty if many."""
+    _, new = recordings.states
+    kinds = {
+        str(key)
+        for owner, content in new.items()
+        for key, call in content.calls()
+        if key.axis and matches(key, call, owner)
+    }
+    return f" ({', '.join(sorted(kinds))})" if 0 < len(kinds) <= _MAX_KINDS else ""
+
+
+def _is_activation(_key: RowKey, call: Calls, _owner: Owner) -> bool:
+    return call.role == Role.ACTIVATIONS
+
+
+def _is_gradient_reduction(key: RowKey, call: Calls, _owner: Owner) -> bool:
+    return key.phase in _PASSES and call.role == Role.GRADIENTS
+
+
+def _find_most_common_ratios(pairs: Iterable[tuple[int, int, int]]) -> list[Fraction]:
     """Return the most common ratios of new to old values, weighted by the number of modules."""
     # Fractions are slow to create, so first add up the weights of equal pairs.
     weights: Counter[tuple[int, int]] = Counter()
@@ -175,8 +375,65 @@ def _ratios(pairs: Iterable[tuple[int, int, int]]) -> list[Fraction]:
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Steps(GlobalStep):
+    """The step has `factor` times as many forwards with a backward, and as many without."""
+
+    order: ClassVar[int] = 3
+    writes: ClassVar[Part] = "counts"
+    least_rows: ClassVar[int] = 3
+    factor: int
+    backwards: int
+    """How often backward ran, or reduced the gradients of each unit, before."""
+
+    @property
+    def description_cost(self) -> float:
+        return 2.5
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        changes = {
+            (count_calls(before), count_calls(after))
+            for group in between.differences
+            for key, before, after in group.rows
+            if key.axis and key.phase is Phase.BACKWARD
+        }
+        if len(changes) == 1:
+            ((before, after),) = changes
+            if before and after > before and after % before == 0:
+                yield cls(factor=after // before, backwards=before)
+
+    def change(self, row: Row, content: Content) -> Row:
+        # A row is one call, or several equal calls, in each forward or backward.
+        if row.phase is Phase.FORWARD:
+            added = (self.factor - 1) * self.backwards
+            counts = [call.count + added for call in row.calls]
+        else:
+            counts = [call.count * self.factor for call in row.calls]
+        calls = (replace(call, count=n) for call, n in zip(row.calls, counts, strict=True))
+        return replace(row, calls=tuple(calls))
+
+    def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
+        return key.phase in _PASSES
+
+    def describe(self, recordings: Recordings) -> str:
+        forwards = (self.factor - 1) * self.backwards
+        backward = _make_phase_matcher(Phase.BACKWARD)
+        is_common = recordings.ratio(backward) == self.factor
+        calls = "all backward calls" if is_common else "backward calls"
+        return f"{calls}: {name_factor(self.factor)} as many, and {forwards} more forwards"
+
+    def find_cause(self, recordings: Recordings) -> str:
+        often = f"{self.factor} times as many"
+        return (
+            f"{often} steps, or {often} micro-batches that each reduce gradients, beside as many "
+            "forwards without a backward as before"
+        )
+
+
 class _Scaled(GlobalStep):
     order: ClassVar[int] = 3
+    writes: ClassVar[Part] = "sizes"
     factor: Fraction
     new: str = ""
     """The new dtype; empty if it does not change."""
@@ -205,7 +462,7 @@ class _Scaled(GlobalStep):
 class Sizes(_Scaled):
     """Activations, or gradients reduced over one axis, have `factor` times as many bytes."""
 
-    kind: str = "sizes"
+    least_rows: ClassVar[int] = 2
     factor: Fraction
     axis: str = ""
     """The axis of the gradients; empty for activations, which change over all axes."""
@@ -227,29 +484,62 @@ class Sizes(_Scaled):
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
         return self.is_affected(key, call)
 
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        sizes_by_part: defaultdict[tuple[str, str], list[tuple[int, int, int]]] = defaultdict(list)
+        for group in between.differences:
+            for key, before, after in group.rows:
+                sizes, role = sizes_of(before, after), role_of(before)
+                if sizes is not None and role == role_of(after):
+                    axis = key.axis if role == Role.GRADIENTS else ""
+                    sizes_by_part[role, axis].append((*sizes, len(group.owners)))
+        for (role, axis), pairs in sizes_by_part.items():
+            for ratio in (
+                _find_most_common_ratios(pairs)
+                if role in {Role.ACTIVATIONS, Role.GRADIENTS}
+                else ()
+            ):
+                for with_loss in (False,) if axis else (False, True):
+                    step = cls(factor=ratio, axis=axis, with_loss=with_loss)
+                    if step.fits(between.state):
+                        yield step
 
-def propose_sizes(between: Between) -> Iterator[Step]:
-    """Propose that all activations, or all gradients reduced over one axis, changed in size."""
-    sizes_by_part: defaultdict[tuple[str, str], list[tuple[int, int, int]]] = defaultdict(list)
-    for group in between.differences:
-        for key, before, after in group.rows:
-            sizes, role = sizes_of(before, after), role_of(before)
-            if sizes is not None and role == role_of(after):
-                axis = key.axis if role == Role.GRADIENTS else ""
-                sizes_by_part[role, axis].append((*sizes, len(group.owners)))
-    for (role, axis), pairs in sizes_by_part.items():
-        for ratio in _ratios(pairs) if role in {Role.ACTIVATIONS, Role.GRADIENTS} else ():
-            for with_loss in (False,) if axis else (False, True):
-                step = Sizes(factor=ratio, axis=axis, with_loss=with_loss)
-                if step.fits(between.state):
-                    yield step
+    @property
+    def is_effect(self) -> bool:
+        return bool(self.axis)
+
+    def describe(self, recordings: Recordings) -> str:
+        loss = " and the loss" if self.with_loss else ""
+        tensors = f"gradients[{self.axis}]"
+        if not self.axis:
+            kinds = _describe_matching_kinds(
+                lambda key, call, _: self.is_affected(key, call), recordings
+            )
+            tensors = f"activations{loss}{kinds}"
+        return f"{tensors}: {name_factor(self.factor)} the bytes per call"
+
+    def find_cause(self, recordings: Recordings) -> str:
+        if self.axis:
+            return ""  # the sizes of gradients depend on their parameters and on the mesh
+        rows = [row for row in recordings.old.collectives if role_of((row,)) == Role.ACTIVATIONS]
+        kinds, axes = {row.what for row in rows}, {row.axis for row in rows}
+        trees = recordings.trees
+        sizes = ["batch size", "sequence length"]
+        if kinds == {"all_to_all"}:
+            sizes += ["expert capacity", "expert routing"]
+        elif "all_reduce" not in kinds and trees and trees.placed_axes.isdisjoint(axes):
+            # No parameters are placed on these axes, so they may belong to experts.
+            sizes += ["expert capacity"]
+        old, new = map(list_gathers, recordings.sides)
+        if not (old == new != set() or (trees and not trees.is_other_shape)):
+            sizes.append("model width")
+        return f"a different {', '.join(sizes[:-1])} or {sizes[-1]}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dtype(_Scaled):
     """All collectives with certain roles and axes have a new dtype, which changes their sizes."""
 
-    kind: str = "dtype"
     factor: Fraction
     """The new bytes of each call, divided by the old bytes."""
     parts: frozenset[tuple[str, str]]
@@ -277,27 +567,102 @@ class Dtype(_Scaled):
         is_part = (call.role, key.axis) in self.parts
         return is_part and call.dtype in {self.old, self.new} and self.includes(owner)
 
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        candidates: dict[tuple[str, str, Fraction], dict[tuple[str, str], set[Owner]]] = {}
+        for group in between.differences:
+            for key, was, now in group.rows:
+                sizes, role = sizes_of(was, now), role_of(was)
+                old, new = (
+                    get_sole((call.dtype for call in calls_of(rows)), "") for rows in (was, now)
+                )
+                is_changed = role and role == role_of(now) and old and new and old != new
+                if not (is_changed and sizes and all(sizes)):
+                    continue
+                # Bytes must be proportional to the element size, unknown if calls mix dtypes.
+                if "+" in old + new or sizes[1] * itemsize(old) == sizes[0] * itemsize(new):
+                    parts = candidates.setdefault((old, new, Fraction(sizes[1], sizes[0])), {})
+                    parts.setdefault((role, key.axis), set()).update(group.owners)
+        for (old, new, factor), owners in candidates.items():
+            by_role = [{part for part in owners if part[0] == role} for role, _ in owners]
+            choices = [set(owners), *by_role, *({part} for part in owners)]
+            for chosen in dict.fromkeys(map(frozenset, choices)):
+                changed = frozenset(owner for part in chosen for owner in owners[part])
+                for limit in (frozenset[Owner](), changed):
+                    step = cls(parts=chosen, old=old, new=new, factor=factor, owners=limit)
+                    if step.fits(between.state):
+                        yield step
 
-def propose_dtypes(between: Between) -> Iterator[Step]:
-    """Propose that the dtype of parameters, gradients or activations changed."""
-    candidates: dict[tuple[str, str, Fraction], dict[tuple[str, str], set[Owner]]] = {}
-    for group in between.differences:
-        for key, was, now in group.rows:
-            sizes, role = sizes_of(was, now), role_of(was)
-            old, new = (sole((call.dtype for call in calls_of(rows)), "") for rows in (was, now))
-            is_changed = role and role == role_of(now) and old and new and old != new
-            if not (is_changed and sizes and all(sizes)):
-                continue
-            # Bytes must be proportional to the element size, which is unknown if calls mix dtypes.
-            if "+" in old + new or sizes[1] * itemsize(old) == sizes[0] * itemsize(new):
-                parts = candidates.setdefault((old, new, Fraction(sizes[1], sizes[0])), {})
-                parts.setdefault((role, key.axis), set()).update(group.owners)
-    for (old, new, factor), owners in candidates.items():
-        by_role = [{part for part in owners if part[0] == role} for role, _ in owners]
-        choices = [set(owners), *by_role, *({part} for part in owners)]
-        for chosen in dict.fromkeys(map(frozenset, choices)):
-            changed = frozenset(owner for part in chosen for owner in owners[part])
-            for limit in (frozenset[Owner](), changed):
-                step = Dtype(parts=chosen, old=old, new=new, factor=factor, owners=limit)
-                if step.fits(between.state):
-                    yield step
+    def find_problem(self, recordings: Recordings) -> Problem | None:
+        return "dtype" if Role.GRADIENTS in self.roles else None
+
+    def describe(self, recordings: Recordings) -> str:
+        axes: defaultdict[str, list[str]] = defaultdict(list)
+        for role, axis in sorted(self.parts, key=lambda part: (_ROLES.index(part[0]), part[1])):
+            axes[role].append(axis)
+        parts = ", ".join(f"{role}[{','.join(names)}]" for role, names in axes.items())
+        where = f"{name_modules(self.owners)}: " if self.owners else ""
+        nbytes = "same" if self.factor == 1 else f"{name_factor(self.factor)} the"
+        return f"{where}{parts} {self.old} -> {self.new}, {nbytes} bytes"
+
+    def find_cause(self, recordings: Recordings) -> str:
+        trees, is_refuted = recordings.trees, False
+        if trees is not None:
+            is_dtype, is_policy = trees.is_other_dtype, trees.is_other_policy
+            is_refuted = not (is_dtype or is_policy)
+            if is_dtype != is_policy:
+                return f"{_MODEL_DTYPE if is_dtype else 'MixedPrecisionPolicy'}, as the tree shows"
+        if change := self.find_change_of_torch(recordings):
+            return change
+        # Compare the gathers too: if their number also changed, no step reports their new dtype.
+        types = [{dtype for *_, dtype in list_gathers(side)} for side in recordings.sides]
+        if Role.PARAMETERS in self.roles or types[0] != types[1]:
+            # Trees do not show hooks, so they cannot rule out this cause.
+            hook = "an fsdp_pre_all_gather hook of the weights, such as torchao's float8 all-gather"
+            if is_refuted:
+                return hook
+            hook = f"{hook}, " * (("float8" in self.old) != ("float8" in self.new))
+            return f"{hook}MixedPrecisionPolicy, or {_MODEL_DTYPE}"
+        gathered = list_gathered_axes(recordings.old)
+        is_partial = gathered and gathered.isdisjoint(axis for _, axis in self.parts)
+        if Role.GRADIENTS in self.roles and not is_partial:
+            hook = "a communication hook"
+            policy = f"reduce_dtype of MixedPrecisionPolicy, or {hook}"
+            return f"{hook}, or a manual cast of gradients" if is_refuted else policy
+        dtype = "MixedPrecisionPolicy, " if gathered else f"{_MODEL_DTYPE}, "
+        return f"{'' if is_refuted else dtype}autocast, or a manual cast"
+
+    def find_change_of_torch(self, recordings: Recordings) -> str:
+        """Return the change in torch that has this effect; empty if there is none."""
+        old, trees = recordings.old, recordings.trees
+        versions = (re.findall("[0-9]+", side.torch_version)[:2] for side in recordings.sides)
+        before, after = (tuple(map(int, version)) for version in versions)
+        low, high = (self.old, self.new) if before < after else (self.new, self.old)
+        if (
+            not (before and after)
+            or (before < _REDUCES_IN_FLOAT32) == (after < _REDUCES_IN_FLOAT32)
+            or self.roles != {Role.GRADIENTS}
+            or high != "float32"
+            or low not in {"bfloat16", "float16"}
+            # This rule applies only to FSDP, which reshards; DDP does not.
+            or all(row.subject != "reshard" for row in old.rows)
+        ):
+            return ""
+        axes = {axis for _, axis in self.parts}
+        gathered = list_gathered_axes(old)
+        if gathered and axes.isdisjoint(gathered):
+            return (
+                "since torch 2.15, FSDP2 casts partial gradients to reduce_dtype or the parameter "
+                f"dtype first, so DTensor reduces them over {', '.join(sorted(axes))} in float32, "
+                f"not {low}"
+            )
+        if trees is None:
+            setting = "reduce_dtype was changed, or is unset"
+        elif trees.is_reduce_dtype_unset:
+            setting = "reduce_dtype is unset, as the tree shows"
+        else:
+            return ""
+        return (
+            f"{setting}: since torch 2.15, FSDP2 reduces in float32, not {low}; pass "
+            f"reduce_dtype=torch.{self.old} to keep the bytes"
+        )

@@ -1,35 +1,67 @@
-"""Propose steps that change gradient reductions; see Note [Evidence of a proposal] in `units`."""
+"""Explain changes in how the gradients of units are reduced."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TypeAlias
+from itertools import chain
+from typing import ClassVar, Final, Literal, TypeAlias
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase, Role
+from pytest_fsdp_comm.comm.explanation.evidence import (
+    Recordings,
+    count_acts,
+    count_elements,
+    list_gathered_axes,
+)
 from pytest_fsdp_comm.comm.explanation.states import (
     NOTHING,
     Between,
     Content,
     Owner,
     Rows,
-    count_of,
-    forward_gathers,
+    calls_of,
+    count_calls,
+    count_forward_gathers,
+    get_sole,
+    is_gather,
+    largest,
     nbytes_of,
     role_of,
 )
-from pytest_fsdp_comm.comm.explanation.steps import Step, replaced
+from pytest_fsdp_comm.comm.explanation.steps import (
+    Part,
+    Problem,
+    Replaced,
+    Step,
+    list_collective_rows,
+)
+from pytest_fsdp_comm.comm.explanation.words import (
+    describe_sizes,
+    name_factor,
+    name_modules,
+    name_operations,
+)
 from pytest_fsdp_comm.comm.profile import RowKey
+from pytest_fsdp_comm.text.words import show_count, show_nbytes
 
 Keys: TypeAlias = Mapping[Owner, Iterable[RowKey]]
+_Kind: TypeAlias = Literal["reduced", "times", "part"]
+_FROZEN: Final = "frozen, as the tree shows"
+_THAWED: Final = f"parameters are no longer {_FROZEN}"
 
 
-def propose_reductions(between: Between) -> Iterator[Step]:
-    """Propose that the gradient reductions of units changed, but not their gathers."""
-    keys_by_change: defaultdict[tuple[str, Fraction], dict[Owner, list[RowKey]]] = defaultdict(dict)
+def _group_changed_reductions(
+    between: Between, kind: _Kind
+) -> dict[Fraction, dict[Owner, list[RowKey]]]:
+    """Return the differing reductions of units whose gathers did not change, by kind of change.
+
+    The keys are ratios of counts. For other kinds than ``times``, 1 means more, and 0 less.
+    """
+    groups: defaultdict[Fraction, dict[Owner, list[RowKey]]] = defaultdict(dict)
     for group in between.differences:
         old, new = group.old, group.new
         has_same_gathers = all(
@@ -37,39 +69,30 @@ def propose_reductions(between: Between) -> Iterator[Step]:
         )
         if NOTHING in {old, new} or not has_same_gathers:
             continue
-        changes: defaultdict[tuple[str, Fraction], list[RowKey]] = defaultdict(list)
+        keys_by_ratio: defaultdict[Fraction, list[RowKey]] = defaultdict(list)
         for key in {**old.reductions, **new.reductions}:
-            change = _reduction_change(old, old.row(key), new.row(key))
-            if change is not None:
-                changes[change].append(key)
-        for change, chosen in changes.items():
-            keys_by_change[change].update(dict.fromkeys(group.owners, chosen))
-    for (kind, ratio), keys in keys_by_change.items():
-        match kind:
-            case "reduced times":
-                yield from _reduced_times(between, ratio, keys)
-            case "reduced":
-                yield from _reductions(between, keys, is_added=bool(ratio))
-            case _:
-                yield from replaced(between, kind, keys, is_added=bool(ratio))
+            change = _classify_reduction_change(old.row(key), new.row(key))
+            if change is not None and change[0] == kind:
+                keys_by_ratio[change[1]].append(key)
+        for ratio, keys in keys_by_ratio.items():
+            groups[ratio].update(dict.fromkeys(group.owners, keys))
+    return groups
 
 
-def _reduction_change(content: Content, before: Rows, after: Rows) -> tuple[str, Fraction] | None:
-    """Return the kind of step, and the ratio of counts, or 1 for more reductions, 0 for fewer."""
+def _classify_reduction_change(before: Rows, after: Rows) -> tuple[_Kind, Fraction] | None:
     if before == after:
         return None
     if not (before and after):
         return "reduced", Fraction(0 if before else 1)
-    ratio = Fraction(count_of(after), count_of(before))
-    if _multiplied(before, ratio) == _multiplied(after, Fraction(1)):
-        return "reduced times", ratio
-    if ratio != 1:
+    ratio = Fraction(count_calls(after), count_calls(before))
+    if _list_multiplied_counts(before, ratio) == _list_multiplied_counts(after, Fraction(1)):
+        return "times", ratio
+    if ratio != 1 or nbytes_of(before) == nbytes_of(after):
         return None
-    is_more = Fraction(nbytes_of(after) > nbytes_of(before))
-    return "part reduced" if content.gathers[Phase.FORWARD] else "gradient sizes", is_more
+    return "part", Fraction(nbytes_of(after) > nbytes_of(before))
 
 
-def _multiplied(rows: Rows, factor: Fraction) -> list[tuple[object, Calls, Fraction]]:
+def _list_multiplied_counts(rows: Rows, factor: Fraction) -> list[tuple[object, Calls, Fraction]]:
     return [
         (row.ranks, replace(call, count=0), call.count * factor)
         for row in rows
@@ -77,58 +100,354 @@ def _multiplied(rows: Rows, factor: Fraction) -> list[tuple[object, Calls, Fract
     ]
 
 
-def _reduced_times(between: Between, times: Fraction, keys: Keys) -> Iterator[Step]:
-    is_sharded = all(between.state[owner].gathers[Phase.FORWARD] for owner in keys)
-    # Units with unchanged reductions. If forward gathers them only once, there is one micro-batch.
-    other_units = [
-        content
-        for owner, content in between.state.items()
-        if owner not in keys
-        and content.reductions
-        and content.reductions == between.target[owner].reductions
-    ]
-    yield from replaced(
-        between,
-        "reduced times",
-        keys,
-        times=times,
-        is_sharded=is_sharded,
-        is_alone=is_sharded
-        and bool(other_units)
-        and all(forward_gathers(content) == 1 for content in other_units),
-    )
+class _OfGradients(Replaced):
+    def _describe_gathers(self, recordings: Recordings) -> str:
+        """Return what both recordings show about the gathers of these units; empty if changed."""
+
+        def is_gather_of_units(key: RowKey, call: Calls, owner: Owner) -> bool:
+            return owner in self.rows and is_gather(key, call)
+
+        if recordings.ratio(is_gather_of_units) != 1:
+            return ""
+        is_unchanged = recordings.is_unchanged(is_gather_of_units)
+        return ", gathers unchanged" if is_unchanged else ", gathered as often as before"
 
 
-def _reductions(between: Between, keys: Keys, *, is_added: bool) -> Iterator[Step]:
-    less, more = between.sides(is_added=is_added)
-    # Include reshards in backward, which happen only if backward reduces the unit's gradients.
-    freed = {
-        owner: [
-            key
-            for key in (*less[owner].rows, *more[owner].rows)
-            if key.what == "reshard" and key.phase is Phase.BACKWARD
+@dataclass(frozen=True, kw_only=True)
+class ReducedTimes(_OfGradients):
+    """Gradients of units are reduced more or less often."""
+
+    times: Fraction
+    is_sharded: bool
+    """Whether forward gathers the units."""
+    has_others: bool
+    """Whether the reductions of other units did not change."""
+    is_alone: bool
+    """Whether these other units are gathered once in forward."""
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        for times, keys in _group_changed_reductions(between, "times").items():
+            is_sharded = all(between.state[owner].gathers[Phase.FORWARD] for owner in keys)
+            # If forward gathers the other units only once, there is one micro-batch.
+            other_units = [
+                content
+                for owner, content in between.state.items()
+                if owner not in keys
+                and content.reductions
+                and content.reductions == between.target[owner].reductions
+            ]
+            is_alone = bool(other_units) and all(
+                count_forward_gathers(content) == 1 for content in other_units
+            )
+            yield from cls.propose_copied_rows(
+                between,
+                keys,
+                times=times,
+                is_sharded=is_sharded,
+                has_others=is_sharded and bool(other_units),
+                is_alone=is_sharded and is_alone,
+            )
+
+    def find_problem(self, recordings: Recordings) -> Problem | None:
+        return "times"
+
+    @property
+    def is_regression(self) -> bool:
+        return True
+
+    def describe(self, recordings: Recordings) -> str:
+        counts = [
+            {
+                count_calls(state[owner].row(key))
+                for owner, rows in self.rows.items()
+                for key in rows
+            }
+            for state in recordings.states
         ]
-        for owner in keys
-        if not less[owner].reductions
-    }
-    # The phases and axes in which gradients are reduced on the side with fewer reductions.
-    places = {(key.phase, key.axis) for owner in keys for key in less[owner].reductions}
-    yield from replaced(
-        between,
-        "reduced by more" if places else "reduced",
-        {owner: [*rows, *freed.get(owner, ())] for owner, rows in keys.items()},
-        is_added=is_added,
-        is_again=all((key.phase, key.axis) in places for rows in keys.values() for key in rows),
-    )
-
-
-def propose_buckets(between: Between) -> Iterator[Step]:
-    """Propose other buckets: gradients of the same total size, reduced in more or fewer calls."""
-    keys = between.select_rows(
-        lambda _, before, after: (
-            role_of(before) == role_of(after) == Role.GRADIENTS
-            and count_of(before) != count_of(after)
-            and nbytes_of(before) == nbytes_of(after)
+        often = f"{self.times} times as often"
+        if all(len(side) == 1 for side in counts):
+            # Without FSDP, each parameter of a module has calls of its own.
+            often = "{} -> {} times" if self.is_sharded else "in {} -> {} calls"
+            often = often.format(*chain(*counts))
+        kinds = ", ".join(sorted({row.what for row in list_collective_rows(self.rows)}))
+        gathers = self._describe_gathers(recordings)
+        text = f"gradients of {name_modules(self.owners)} reduced {often} ({kinds}){gathers}"
+        # Until FSDP reduces them, it accumulates gradients unsharded.
+        trees = recordings.trees
+        is_frozen = trees is not None and trees.frozen | trees.partly_frozen
+        is_synced_late = self.times < 1 and self.is_sharded and kinds == "reduce_scatter"
+        is_accumulated = is_synced_late and bool(gathers) and not is_frozen
+        nbytes = sum(largest(rows) for side in self.rows.values() for rows in side.values())
+        return (
+            f"{text}; {show_nbytes(nbytes)} of unsharded gradients are held until then"
+            if is_accumulated
+            else text
         )
-    )
-    yield from replaced(between, "buckets", keys)
+
+    def find_cause(self, recordings: Recordings) -> str:
+        if self.times <= 1:
+            return ""
+        kinds = {row.what for row in list_collective_rows(self.rows)}
+        call = f"set_requires_{'all_reduce' if kinds == {'all_reduce'} else 'gradient_sync'}(False)"
+        # The other units show that only this unit's backward runs several times.
+        if self.is_alone or (not self.is_sharded and list_gathered_axes(recordings.new)):
+            return (
+                "the unit's backward runs several times, e.g. for a chunked loss: "
+                f"call {call} on the unit for all backwards but the last"
+            )
+        switch, steps, each = f"call {call}", "", "in each micro-batch"
+        if not self.is_sharded:
+            switch, steps = "enter no_sync()", f"{self.times} steps instead of one, or "
+        else:
+            if kinds != {"all_reduce"}:
+                switch += ", or enter no_sync() with FSDP1,"
+            reduced = {row.count for row in list_collective_rows(self.rows)}
+            gathered = count_acts(recordings.new, Phase.BACKWARD, "unshard")
+            backwards = {gathered[owner] for owner in self.owners} - {0}
+            often, passes = get_sole(reduced, 0), get_sole(backwards, 0)
+            if 1 < often < passes:
+                each = f"in {often} of {passes} micro-batches"
+            elif often > passes > 0 or not passes:
+                each = "in each micro-batch, or in several backwards of one forward"
+        loss = ", or another loss reaches them too, and should not" * self.has_others
+        return f"{steps}reduced {each}: {switch} for all micro-batches but the last{loss}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduced(_OfGradients):
+    """Gradients of units are reduced by new collectives, or no longer reduced by some."""
+
+    is_by_more: bool
+    """Whether other collectives reduce gradients of these units in both recordings."""
+    is_again: bool
+    """Whether the collectives run where the gradients are reduced already: same phase and axis."""
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        for ratio, keys in _group_changed_reductions(between, "reduced").items():
+            is_added = bool(ratio)
+            less, more = between.sides(is_added=is_added)
+            # Include reshards in backward, which happen only if backward reduces the gradients.
+            freed = {
+                owner: [
+                    key
+                    for key in (*less[owner].rows, *more[owner].rows)
+                    if key.what == "reshard" and key.phase is Phase.BACKWARD
+                ]
+                for owner in keys
+                if not less[owner].reductions
+            }
+            # Phases and axes in which gradients are reduced on the side with fewer reductions.
+            places = {(key.phase, key.axis) for owner in keys for key in less[owner].reductions}
+            yield from cls.propose_copied_rows(
+                between,
+                {owner: [*rows, *freed.get(owner, ())] for owner, rows in keys.items()},
+                is_added=is_added,
+                is_by_more=bool(places),
+                is_again=all(
+                    (key.phase, key.axis) in places for rows in keys.values() for key in rows
+                ),
+            )
+
+    def find_problem(self, recordings: Recordings) -> Problem | None:
+        if not self.is_added:
+            return "unreduced"
+        return "again" if self.is_again else None
+
+    def describe(self, recordings: Recordings) -> str:
+        gradients = f"gradients of {name_modules(self.owners)}"
+        operations = name_operations(self)
+        gathers = self._describe_gathers(recordings)
+        if self.is_by_more:
+            how = "now also" if self.is_added else "no longer"
+            return f"{gradients} {how} reduced by {operations}{gathers}"
+        how = "now" if self.is_added else "no longer"
+        return f"{gradients} {how} reduced ({operations}){gathers}"
+
+    def find_cause(self, recordings: Recordings) -> str:
+        if self.is_by_more:
+            return ""
+        lost = Counter[str]()
+        for row in () if self.is_added else list_collective_rows(self.old_rows):
+            lost[row.axis] += count_elements(row.calls)
+        if lost and lost <= recordings.carried_elements:
+            return f"new calls over {', '.join(sorted(lost))} carry the gradients instead"
+        known = explain_changed_reductions(self, recordings)
+        reason = "parameters are frozen or detached, or gradient synchronization is switched off"
+        return known or ("" if self.is_added else reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducedPart(_OfGradients):
+    """As many reductions as before carry gradients of another size."""
+
+    writes: ClassVar[Part] = "sizes"
+    is_of_unit: bool
+    """Whether forward gathers the units; if not, only the sizes are known."""
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        for ratio, keys in _group_changed_reductions(between, "part").items():
+            for is_of_unit in (False, True):
+                chosen = {
+                    owner: rows
+                    for owner, rows in keys.items()
+                    if bool(between.state[owner].gathers[Phase.FORWARD]) == is_of_unit
+                }
+                yield from cls.propose_copied_rows(
+                    between, chosen, is_added=bool(ratio), is_of_unit=is_of_unit
+                )
+
+    def describe(self, recordings: Recordings) -> str:
+        gradients = "gradients of"
+        sides = [*zip(self.rows.values(), self.old_rows.values(), strict=True)]
+        if self.is_of_unit:
+            gathers = self._describe_gathers(recordings)
+            changes = {
+                nbytes_of(new[key]) - nbytes_of(old[key]) for new, old in sides for key in new
+            }
+            which = "different"
+            if min(changes) >= 0 or max(changes) <= 0:
+                which = "more" if max(changes) > 0 else "fewer"
+            gradients = f"gradients of {which} parameters are now reduced{gathers}:"
+        sizes = {
+            owner: max((largest(old[key]), largest(new[key])) for key in new if key.axis)
+            for (owner, new), old in zip(self.rows.items(), self.old_rows.values(), strict=True)
+        }
+        return f"{gradients} {describe_sizes(sizes)} per call"
+
+    def find_cause(self, recordings: Recordings) -> str:
+        if not self.is_of_unit:
+            return ""
+        trees = recordings.trees
+        lost = "some parameters {}got no gradient, e.g. because of detach() or no_grad()"
+        if trees is None or not trees.has_units(self.owners):
+            return "" if self.is_added else lost.format("are frozen, or ")
+        owners = {*self.owners} - {None}
+        if owners <= trees.frozen | trees.partly_frozen:
+            return f"some parameters are {_FROZEN}"
+        if self.is_added or trees.is_other_shape or owners & (trees.frozen | trees.partly_frozen):
+            return _THAWED if owners <= trees.thawed else ""
+        return f"{lost.format('')}: nothing was frozen, as the tree shows"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets(Replaced):
+    """Gradients of the same total size are reduced in more or fewer calls."""
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        keys = between.select_rows(
+            lambda _, before, after: (
+                role_of(before) == role_of(after) == Role.GRADIENTS
+                and count_calls(before) != count_calls(after)
+                and nbytes_of(before) == nbytes_of(after)
+            )
+        )
+        yield from cls.propose_copied_rows(between, keys)
+
+    def describe(self, recordings: Recordings) -> str:
+        numbers = {
+            sum(call.count for call in row.calls if call.role == Role.GRADIENTS)
+            for row in list_collective_rows(self.rows)
+        }
+        calls = "1 call" if numbers == {1} else f"{'/'.join(map(str, sorted(numbers)))} calls"
+        who = name_modules(self.owners)
+        return f"gradients of {who} now reduced in {calls}, same bytes in total"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flattened(Replaced):
+    """User code reduces gradients in a few large buffers, or no longer does."""
+
+    axis: str
+    reduced: tuple[Owner, ...]
+    """The modules whose gradients have calls of their own, on the side without buffers."""
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        for is_added in (True, False):
+            apart, flat = between.sides(is_added=is_added)
+            for key, rows in flat[None].rows.items():
+                if key.what != "all_reduce" or role_of(rows) or apart[None].row(key):
+                    continue
+                keys: dict[Owner, list[RowKey]] = {
+                    owner: lost
+                    for owner in between.owners
+                    for lost in [_find_keys_missing_from_flat(apart[owner], flat[owner], key.axis)]
+                    if owner is not None and lost
+                }
+                parts = [
+                    call
+                    for owner in keys
+                    for lost in keys[owner]
+                    for call in calls_of(apart[owner].row(lost))
+                ]
+                sent, flat_sent = count_elements(parts), count_elements(calls_of(rows))
+                # Buffers hold all gradients once; hooks may send them in several backwards.
+                once = count_elements(replace(call, count=1) for call in parts)
+                if sent and sent % flat_sent == 0 and once <= flat_sent:
+                    yield from cls.propose_copied_rows(
+                        between,
+                        {**keys, None: [key]},
+                        is_added=is_added,
+                        axis=key.axis,
+                        reduced=tuple(keys),
+                    )
+
+    def reduces_elsewhere(self, owner: Owner) -> bool:
+        return self.is_added and owner in self.reduced
+
+    def describe(self, recordings: Recordings) -> str:
+        sides = [
+            [row for row in list_collective_rows(side) if row.axis == self.axis]
+            for side in (self.old_rows, self.rows)
+        ]
+        old, new = map(count_calls, sides)
+        how = f"{'no longer' if self.is_added else 'now'} have calls of their own"
+        calls = f"{old} -> {show_count(new, 'call')} of all_reduce[{self.axis}]"
+        factor = Fraction(nbytes_of(sides[1]), nbytes_of(sides[0]))
+        amount = "same bytes in total" if factor == 1 else f"{name_factor(factor)} the bytes"
+        return f"gradients of {name_modules(self.reduced)} {how}: {calls}, {amount}"
+
+    def find_cause(self, recordings: Recordings) -> str:
+        apart, flat = (
+            [row for row in list_collective_rows(side) if row.axis == self.axis]
+            for side in (self.old_rows, self.rows)
+        )
+        is_flat = count_calls(flat) < count_calls(apart)
+        # Smaller buffers may hold something else, such as changes of weights.
+        is_all = nbytes_of(flat) == nbytes_of(apart)
+        if not (self.is_added and is_flat and is_all):
+            return ""
+        return "gradients are flattened into buffers"
+
+
+def _find_keys_missing_from_flat(apart: Content, flat: Content, axis: str) -> list[RowKey]:
+    return [
+        key
+        for key, rows in apart.rows.items()
+        if key.axis == axis and role_of(rows) == Role.GRADIENTS and not flat.row(key)
+    ]
+
+
+def explain_changed_reductions(
+    step: Replaced, recordings: Recordings, unused: str = "not synchronized"
+) -> str:
+    """Return why units now reduce gradients or no longer do; empty if the trees do not show it.
+
+    Args:
+        step: The step that adds or removes reductions.
+        recordings: Both recordings, with trees.
+        unused: Another reason besides detached units, if nothing was frozen.
+    """
+    trees, owners = recordings.trees, {*step.owners} - {None}
+    if trees is None or not owners or not trees.has_units(owners):
+        return ""
+    if not step.is_added and owners <= trees.frozen:
+        added = "; no unit reduces the gradients of the trained parameters inside"
+        return f"parameters are {_FROZEN}{added if owners & trees.trainable else ''}"
+    if not step.is_added and owners.isdisjoint(trees.frozen | trees.partly_frozen):
+        return f"the unit is detached, or {unused}: nothing was frozen, as the tree shows"
+    return _THAWED if step.is_added and owners <= trees.thawed else ""

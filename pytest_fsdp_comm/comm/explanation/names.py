@@ -1,4 +1,4 @@
-"""Propose renamed axes, renamed modules, and longer or shorter lists of modules."""
+"""Explain renamed axes, renamed modules, and longer or shorter lists of modules."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import ClassVar, Final, TypeAlias
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import ROOT_FQN, Phase
+from pytest_fsdp_comm.comm.explanation.evidence import Recordings
 from pytest_fsdp_comm.comm.explanation.states import (
     Between,
     Content,
     Owner,
     Pool,
     State,
+    get_sole,
     replace_prefix,
-    sole,
     template,
 )
-from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Step
+from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Part, Step
 from pytest_fsdp_comm.comm.profile import Row, RowKey
+from pytest_fsdp_comm.text.fqn import ROOT_TEXT
 
 _MOST_RENAMES: Final = 6
 _List: TypeAlias = dict[int, dict[str, Content]]
@@ -31,37 +33,44 @@ _List: TypeAlias = dict[int, dict[str, Content]]
 class AxisRenamed(GlobalStep):
     """All collectives over one mesh axis moved to a new axis."""
 
-    kind: str = "axis renamed"
     order: ClassVar[int] = 0
+    writes: ClassVar[Part] = "names"
     old: str
     new: str
     has_same_ranks: bool
     """Whether both axes have the same ranks, so that only the name changed."""
 
     def change(self, row: Row, content: Content) -> Row:
-        return replace(row, axis=self.new) if row.axis == self.old else row
+        return replace(row, axis=self.rename_axis(row.axis))
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
         # The old name must have no rows in the new profile.
         return key.axis == self.old
 
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        old, new = ({axis.name: axis for axis in axes} for axes in between.axes)
+        used = {key.axis for key in between.state.row_keys()}
+        for lost in sorted(used.intersection(old).difference(new)):
+            for added in sorted(set(new).difference(old)):
+                sides = ((axis.size, axis.dims) for axis in (old[lost], new[added]))
+                yield cls(old=lost, new=added, has_same_ranks=len({*sides}) == 1)
 
-def propose_axes(between: Between) -> Iterator[Step]:
-    """Propose that an axis was renamed."""
-    old, new = ({axis.name: axis for axis in axes} for axes in between.axes)
-    used = {key.axis for key in between.state.row_keys()}
-    for lost in sorted(used.intersection(old).difference(new)):
-        for added in sorted(set(new).difference(old)):
-            has_same_ranks = (old[lost].size, old[lost].dims) == (new[added].size, new[added].dims)
-            yield AxisRenamed(old=lost, new=added, has_same_ranks=has_same_ranks)
+    def rename_axis(self, axis: str) -> str:
+        return self.new if axis == self.old else axis
+
+    def describe(self, recordings: Recordings) -> str:
+        if self.has_same_ranks:
+            return f"mesh axis {self.old} renamed to {self.new} (same ranks)"
+        return f"all collectives over {self.old} moved to {self.new}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Renamed(Step):
     """Modules below a prefix, or all modules, were renamed."""
 
-    kind: str = "renamed"
     order: ClassVar[int] = 1
+    writes: ClassVar[Part] = "names"
     old: str
     """The old prefix, with ``*`` for numbers; empty if all modules were renamed."""
     new: str
@@ -70,46 +79,55 @@ class Renamed(Step):
     """Whether the module has no submodules, so it may have been replaced rather than renamed."""
 
     def apply(self, state: State, pool: Pool) -> State:
-        return State({self.name(owner): content for owner, content in state.items()})
+        return State({self.rename_owner(owner): content for owner, content in state.items()})
 
-    def name(self, owner: Owner) -> Owner:
+    def rename_owner(self, owner: Owner) -> Owner:
         if owner is None or (owner == ROOT_FQN and self.keeps_root):
             return owner
         return replace_prefix(owner, self.old, self.new)
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
         # No rows may remain below the old prefix, except rows that are also below the new prefix.
-        if owner is None or self.name(owner) == owner:
+        if owner is None or self.rename_owner(owner) == owner:
             return False
         return not self.new or replace_prefix(owner, self.new, "\0") == owner
 
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        removed = [owner for owner in between.removed if owner is not None]
+        templates = {template(owner) for owner in between.added if owner is not None}
+        prefixes: Counter[tuple[str, str]] = Counter()
+        for old in {template(owner) for owner in removed}:
+            for new in templates:
+                prefixes[_strip_common_end(old, new)] += 1
+        for (old, new), _ in prefixes.most_common(_MOST_RENAMES):
+            if old.count("*") != new.count("*"):
+                continue
+            for keeps_root in (True, False) if not old or not new else (False,):
+                step = cls(old=old, new=new, keeps_root=keeps_root)
+                moved = {owner: step.rename_owner(owner) for owner in between.state}
+                changes = [owner for owner, name in moved.items() if owner != name]
+                is_leaf = {template(owner or "") for owner in changes} == {old}
+                if (
+                    changes
+                    and _is_rename(between, step, changes)
+                    and len(set(moved.values())) == len(moved)
+                    and {template(moved[owner] or "") for owner in changes} <= templates
+                ):
+                    yield replace(step, is_leaf=is_leaf)
 
-def propose_names(between: Between) -> Iterator[Step]:
-    """Propose that modules were renamed."""
-    removed = [owner for owner in between.removed if owner is not None]
-    templates = {template(owner) for owner in between.added if owner is not None}
-    prefixes: Counter[tuple[str, str]] = Counter()
-    for old in {template(owner) for owner in removed}:
-        for new in templates:
-            prefixes[_without_common_end(old, new)] += 1
-    for (old, new), _ in prefixes.most_common(_MOST_RENAMES):
-        if old.count("*") != new.count("*"):
-            continue
-        for keeps_root in (True, False) if not old or not new else (False,):
-            step = Renamed(old=old, new=new, keeps_root=keeps_root)
-            moved = {owner: step.name(owner) for owner in between.state}
-            changes = [owner for owner, name in moved.items() if owner != name]
-            is_leaf = {template(owner or "") for owner in changes} == {old}
-            if (
-                changes
-                and _is_rename(between, step, changes)
-                and len(set(moved.values())) == len(moved)
-                and {template(moved[owner] or "") for owner in changes} <= templates
-            ):
-                yield replace(step, is_leaf=is_leaf)
+    def describe(self, recordings: Recordings) -> str:
+        if not self.old:
+            modules = "all modules except the root unit" if self.keeps_root else "all modules"
+            return f"{modules} moved below {self.new}"
+        if not self.new:
+            root = "; the root unit did not move" if self.keeps_root else ""
+            return f"modules below {self.old} moved to the top level{root}"
+        replaced = " (or replaced by a module with the same rows)" if self.is_leaf else ""
+        return f"module {self.old} renamed to {self.new}{replaced}"
 
 
-def _without_common_end(old: str, new: str) -> tuple[str, str]:
+def _strip_common_end(old: str, new: str) -> tuple[str, str]:
     old_parts, new_parts = old.split("."), new.split(".")
     while old_parts and new_parts and old_parts[-1] == new_parts[-1]:
         old_parts.pop()
@@ -126,7 +144,7 @@ def _is_rename(between: Between, step: Renamed, changes: list[Owner]) -> bool:
     if f"{new}.".startswith(f"{old}.") or f"{old}.".startswith(f"{new}."):
         return False
     return bool(below) or all(
-        between.state[owner] is between.target[step.name(owner)] for owner in changes
+        between.state[owner] is between.target[step.rename_owner(owner)] for owner in changes
     )
 
 
@@ -138,7 +156,6 @@ class Layers(Step):
     differ too. The step therefore also renumbers the modules after the changed position.
     """
 
-    kind: str = "layers"
     order: ClassVar[int] = 2
     prefix: str
     """Name of the list, with ``*`` for numbers of outer lists: ``layers.*.experts``."""
@@ -159,23 +176,23 @@ class Layers(Step):
         after = State()
         more = self.new - self.old
         for owner, content in state.items():
-            place = self._place(owner)
+            place = self._find_list_index(owner)
             if place is None or place < self.at:
                 after[owner] = content
             elif more > 0 or place >= self.at - more:
-                after[self._moved(owner, place + more)] = content
+                after[self._replace_list_index(owner, place + more)] = content
         for owner, content in state.items():
-            place = self._place(owner)
+            place = self._find_list_index(owner)
             if place is not None and self.at - self.period <= place < self.at:
                 for new in range(place + self.period, self.at + more, self.period):
-                    after[self._moved(owner, new)] = content
+                    after[self._replace_list_index(owner, new)] = content
         return after
 
     @property
     def _depth(self) -> int:
         return self.prefix.count(".") + 1 if self.prefix else 0
 
-    def _place(self, owner: Owner) -> int | None:
+    def _find_list_index(self, owner: Owner) -> int | None:
         """Return the index of the list entry that is or contains `owner`; None outside the list."""
         segments = [] if owner is None else owner.split(".")
         depth = self._depth
@@ -183,32 +200,36 @@ class Layers(Step):
             return None
         return int(segments[depth]) if template(".".join(segments[:depth])) == self.prefix else None
 
-    def _moved(self, owner: Owner, place: int) -> str:
+    def _replace_list_index(self, owner: Owner, place: int) -> str:
         segments = (owner or "").split(".")
         return ".".join((*segments[: self._depth], str(place), *segments[self._depth + 1 :]))
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
         # Added modules must have the rows of their siblings, and removed modules must have no rows.
-        place = self._place(owner)
+        place = self._find_list_index(owner)
         return place is not None and (
             place >= self.new or self.at <= place < self.at + self.new - self.old
         )
 
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        old, new = _find_module_lists(between.state), _find_module_lists(between.target)
+        for prefix in sorted(set(old) & set(new)):
+            before, after = _find_common_length(old[prefix]), _find_common_length(new[prefix])
+            if before and after and before != after:
+                fewer = next(iter((old if before < after else new)[prefix].values()))
+                has_units = _are_all_modules_units(between, prefix)
+                step = cls(prefix=prefix, old=before, new=after, at=0, has_units=has_units)
+                for at, period in _propose_positions_and_periods(fewer, before, after):
+                    yield replace(step, at=at, period=period)
 
-def propose_layers(between: Between) -> Iterator[Step]:
-    """Propose that a list of modules grew or shrank."""
-    old, new = _lists(between.state), _lists(between.target)
-    for prefix in sorted(set(old) & set(new)):
-        before, after = _length(old[prefix]), _length(new[prefix])
-        if before and after and before != after:
-            fewer = next(iter((old if before < after else new)[prefix].values()))
-            has_units = _has_units(between, prefix)
-            step = Layers(prefix=prefix, old=before, new=after, at=0, has_units=has_units)
-            for at, period in _places(fewer, before, after):
-                yield replace(step, at=at, period=period)
+    def describe(self, recordings: Recordings) -> str:
+        added = ", the new ones like their siblings" if self.new > self.old else ""
+        modules = "modules" if self.has_units else "modules that communicate"
+        return f"{self.prefix or ROOT_TEXT}: {self.old} -> {self.new} {modules}{added}"
 
 
-def _lists(state: State) -> dict[str, dict[str, _List]]:
+def _find_module_lists(state: State) -> dict[str, dict[str, _List]]:
     """Return the module lists in a state, keyed by the `template` of their name, then by name."""
     lists: dict[str, dict[str, _List]] = {}
     for owner, content in state.items():
@@ -221,14 +242,16 @@ def _lists(state: State) -> dict[str, dict[str, _List]]:
     return lists
 
 
-def _length(lists: Mapping[str, _List]) -> int:
+def _find_common_length(lists: Mapping[str, _List]) -> int:
     """Return the length of the lists; 0 if their lengths differ or an index is missing."""
-    return sole(
+    return get_sole(
         (len(modules) * (modules.keys() == {*range(len(modules))}) for modules in lists.values()), 0
     )
 
 
-def _places(modules: _List, before: int, after: int) -> Iterator[tuple[int, int]]:
+def _propose_positions_and_periods(
+    modules: _List, before: int, after: int
+) -> Iterator[tuple[int, int]]:
     """Yield possible values of `Layers.at` and `Layers.period`, based on the shorter list."""
     # Among equal modules, it does not matter where a module is added or removed. So try only the
     # end of the list, and the positions where neighbours differ.
@@ -244,7 +267,7 @@ def _places(modules: _List, before: int, after: int) -> Iterator[tuple[int, int]
                 yield at, period
 
 
-def _has_units(between: Between, prefix: str) -> bool:
+def _are_all_modules_units(between: Between, prefix: str) -> bool:
     names = f"{prefix}.*" if prefix else "*"
     old, new = (
         [content for owner, content in state.items() if template(owner or "") == names]

@@ -1,28 +1,41 @@
-"""Propose steps for phases, axes and activations; see Note [Evidence of a proposal] in `units`."""
+"""Explain changes to phases, axes and activations."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from itertools import product
+from typing import ClassVar, Final, TypeAlias
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase, Role
+from pytest_fsdp_comm.comm.explanation.evidence import Recordings
 from pytest_fsdp_comm.comm.explanation.states import (
     Between,
     Content,
     Owner,
     Rows,
     calls_of,
-    count_of,
+    count_calls,
+    count_calls_of_all_keys,
     is_part,
     keys_that_differ,
     nbytes_of,
     role_of,
-    total_count,
 )
-from pytest_fsdp_comm.comm.explanation.steps import Step, replaced
-from pytest_fsdp_comm.comm.profile import RowKey
+from pytest_fsdp_comm.comm.explanation.steps import Problem, Replaced, Step, list_collective_rows
+from pytest_fsdp_comm.comm.explanation.words import (
+    add_calls,
+    describe_calls,
+    name_modules,
+    name_operations,
+    name_phase,
+    name_place,
+)
+from pytest_fsdp_comm.comm.profile import CommProfile, RowKey
+from pytest_fsdp_comm.text.words import show_count, show_nbytes, show_nbytes_change
 
 NORM: Final = "_NormPartial("
 """Start of the placement of an unreduced norm, as DTensor prints it (checked in 2.7 to 2.15)."""
@@ -31,126 +44,295 @@ _PARTS: Final = (
     (Phase.BACKWARD, Phase.RECOMPUTE, Phase.OPTIMIZER),
     (Phase.OPTIMIZER,),
 )
+_FULL: Final = {
+    frozenset({"all_gather"}): ("full", "gathered"),
+    frozenset({"all_reduce"}): ("partial", "reduced"),
+    frozenset({"all_gather", "all_reduce"}): ("full or partial", "gathered or reduced"),
+}
+"""An adjective and a verb for DTensors that are gathered in full, keyed by the kinds of calls."""
 
 
-def propose_of_passes(between: Between) -> Iterator[Step]:
-    """Propose changes to phases, axes or activations."""
-    for propose in (_axes, _recomputed, _sequence_parallel, _phases):
-        for is_added in (True, False):
-            yield from propose(between, is_added=is_added)
-    yield from _redistributed(between)
-    yield from _gathered_in_full(between)
+@dataclass(frozen=True, kw_only=True)
+class AxisUsed(Replaced):
+    """An axis has its first collectives, or lost all of them."""
+
+    axis: str
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        old, new = ({axis.name for axis in axes} for axes in between.axes)
+        for is_added, axes in ((True, new - old), (False, old - new)):
+            for axis in sorted(axes):
+                keys = between.select_rows(partial(_is_over_axis_or_redistribution, axis))
+                yield from cls.propose_copied_rows(between, keys, is_added=is_added, axis=axis)
+
+    def describe(self, recordings: Recordings) -> str:
+        if not self.is_added:
+            return f"no more collectives over {self.axis}"
+        # Do not subtract replaced rows: they have this axis only because it was renamed.
+        calls = describe_calls(self, recordings, lambda key, _: key.axis == self.axis, is_new=True)
+        who = name_modules(self.owners)
+        return add_calls(f"{who}: new collectives over {self.axis}, which had none before", calls)
 
 
-def _axes(between: Between, *, is_added: bool) -> Iterator[Step]:
-    old, new = ({axis.name for axis in axes} for axes in between.axes)
-    for axis in sorted(new - old if is_added else old - new):
-        keys = between.select_rows(partial(_is_over, axis))
-        yield from replaced(between, "axis", keys, is_added=is_added, axis=axis)
-
-
-def _is_over(axis: str, key: RowKey, before: Rows, after: Rows) -> bool:
+def _is_over_axis_or_redistribution(axis: str, key: RowKey, before: Rows, after: Rows) -> bool:
     is_move = key.subject == "redistribution" and not (before and after)
     return key.axis == axis or is_move
 
 
-def _recomputed(between: Between, *, is_added: bool) -> Iterator[Step]:
-    less, more = between.sides(is_added=is_added)
-    keys = between.select_rows(lambda key, *_: key.phase is Phase.RECOMPUTE)
-    rows = [
-        (less[at].row(key), more[at].row(key), more[at].row(key._replace(phase=Phase.FORWARD)))
-        for at, owner_keys in keys.items()
-        for key in owner_keys
-    ]
-    # Recomputation repeats collectives of forward, so it cannot send more bytes than forward did.
-    if any(was or not sent or nbytes_of(again) > nbytes_of(sent) for was, again, sent in rows):
-        return
-    gathers = [more[at].gathers for at in keys]
-    # Units whose gathers moved from backward into recomputation.
-    moved = {
-        at: [key for key in less[at].unit_rows if key.phase is Phase.BACKWARD]
-        for at in keys
-        if total_count(less[at].gathers[Phase.BACKWARD])
-        == total_count(more[at].gathers[Phase.RECOMPUTE])
-        > total_count(more[at].gathers[Phase.BACKWARD])
-    }
-    if moved and moved.keys() != keys.keys():
-        return
-    is_of_units = all(
-        key in more[at].unit_rows for at, owner_keys in keys.items() for key in owner_keys
-    )
-    keys = {at: [*owner_keys, *moved.get(at, ())] for at, owner_keys in keys.items()}
-    yield from replaced(
-        between,
-        "recomputed",
-        keys,
-        is_added=is_added,
-        is_moved=bool(moved) and is_of_units,
-        gathers_again=any(at[Phase.RECOMPUTE] and at[Phase.BACKWARD] for at in gathers),
-        is_partly=any(key.phase is Phase.RECOMPUTE for key in less.row_keys()),
-    )
+@dataclass(frozen=True, kw_only=True)
+class Recomputed(Replaced):
+    """Activation checkpointing repeats collectives of forward, or no longer repeats them."""
+
+    is_moved: bool
+    """Whether gathers only moved from backward into recomputation."""
+    gathers_again: bool
+    """Whether units are gathered both in recomputation and in backward."""
+    is_partly: bool
+    """Whether both recordings recompute something."""
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        for is_added in (True, False):
+            yield from cls._propose_one_direction(between, is_added=is_added)
+
+    @classmethod
+    def _propose_one_direction(cls, between: Between, *, is_added: bool) -> Iterator[Step]:
+        less, more = between.sides(is_added=is_added)
+        keys = between.select_rows(lambda key, *_: key.phase is Phase.RECOMPUTE)
+        # Recomputation repeats collectives of forward, so it cannot send more bytes than forward.
+        for owner, owner_keys in keys.items():
+            for key in owner_keys:
+                again = more[owner].row(key)
+                sent = more[owner].row(key._replace(phase=Phase.FORWARD))
+                if less[owner].row(key) or not sent or nbytes_of(again) > nbytes_of(sent):
+                    return
+        gathers = [more[owner].gathers for owner in keys]
+        # Units whose gathers moved from backward into recomputation.
+        moved = {
+            owner: [key for key in less[owner].unit_rows if key.phase is Phase.BACKWARD]
+            for owner in keys
+            if count_calls_of_all_keys(less[owner].gathers[Phase.BACKWARD])
+            == count_calls_of_all_keys(more[owner].gathers[Phase.RECOMPUTE])
+            > count_calls_of_all_keys(more[owner].gathers[Phase.BACKWARD])
+        }
+        if moved and moved.keys() != keys.keys():
+            return
+        is_of_units = all(
+            key in more[owner].unit_rows for owner, owner_keys in keys.items() for key in owner_keys
+        )
+        yield from cls.propose_copied_rows(
+            between,
+            {owner: [*owner_keys, *moved.get(owner, ())] for owner, owner_keys in keys.items()},
+            is_added=is_added,
+            is_moved=bool(moved) and is_of_units,
+            gathers_again=any(
+                phases[Phase.RECOMPUTE] and phases[Phase.BACKWARD] for phases in gathers
+            ),
+            is_partly=any(key.phase is Phase.RECOMPUTE for key in less.row_keys()),
+        )
+
+    def describe(self, recordings: Recordings) -> str:
+        who = name_modules(self.owners)
+        if self.is_moved:
+            pair = ("recomputation", "backward") if self.is_added else ("backward", "recomputation")
+            return "{} gathered in {} instead of {}".format(who, *pair)
+        if not self.is_added:
+            return f"recomputation no longer repeats the forward collectives of {who}"
+        calls = describe_calls(self, recordings)
+        return f"recomputation now repeats the forward collectives of {who}: {calls}"
+
+    def find_cause(self, recordings: Recordings) -> str:
+        if self.is_moved:
+            return ""  # unknown: a different list of modules to prefetch has the same effect
+        if self.is_added and self.gathers_again:
+            return (
+                "reentrant checkpointing gathers the units a second time (under FSDP1, or after "
+                "set_modules_to_forward_prefetch): pass use_reentrant=False"
+            )
+        if self.is_partly:
+            more_or_less = "more" if self.is_added else "less"
+            return (
+                f"{more_or_less} is recomputed: different modules are checkpointed, or in a "
+                "different mode"
+            )
+        if self.is_added:
+            return (
+                "activation checkpointing was switched on or covers more of each module, or "
+                "selective checkpointing no longer saves the results of these collectives"
+            )
+        alternative = "selective checkpointing now saves the results of these collectives"
+        if self.gathers_again:
+            alternative = "use_reentrant became False"
+        return (
+            "activation checkpointing was switched off or covers only parts that send nothing, or "
+            f"{alternative}"
+        )
 
 
-def _sequence_parallel(between: Between, *, is_added: bool) -> Iterator[Step]:
-    off, on = between.sides(is_added=is_added)
-    scattered = [
-        key.axis
-        for owner in between.changed
-        for key, rows in off[owner].rows.items()
-        if key == sum_in_forward("all_reduce", key.axis)
-        and _amounts(rows) == _amounts(on[owner].row(key._replace(what="reduce_scatter")))
-    ]
-    for axis in dict.fromkeys(scattered):
-        if sum_in_forward("all_reduce", axis) not in on.row_keys():
-            yield from _scattered(between, axis, is_added=is_added)
+@dataclass(frozen=True, kw_only=True)
+class SequenceParallel(Replaced):
+    """All-reduces of activations over an axis became reduce-scatters, or the reverse."""
+
+    axis: str
+    is_whole: bool
+    """Whether all modules changed, so that sequence parallelism was switched on or off."""
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        for is_added in (True, False):
+            off, on = between.sides(is_added=is_added)
+            axes = dict.fromkeys(
+                key.axis
+                for owner in between.changed
+                for key, rows in off[owner].rows.items()
+                if key == _forward_key("all_reduce", key.axis)
+                and _count_calls_by_size_and_dtype(rows)
+                == _count_calls_by_size_and_dtype(
+                    on[owner].row(key._replace(what="reduce_scatter"))
+                )
+            )
+            for axis in axes:
+                if _forward_key("all_reduce", axis) in on.row_keys():
+                    continue
+                keys = between.select_rows(
+                    lambda key, *_, axis=axis: key.axis == axis or key.subject == "redistribution"
+                )
+                # Without sequence parallelism, nothing is scattered or has to be gathered.
+                is_whole = off.row_keys().isdisjoint(
+                    {_forward_key("reduce_scatter", axis), _forward_key("all_gather", axis)}
+                )
+                yield from cls.propose_copied_rows(
+                    between, keys, is_added=is_added, axis=axis, is_whole=is_whole
+                )
+
+    def describe(self, recordings: Recordings) -> str:
+        kinds = ("all-reduces", "reduce-scatters")
+        old, new = kinds if self.is_added else kinds[::-1]
+        became = f"forward {old} became {new} of the same size"
+        if self.is_whole:
+            is_on = "switched on" if self.is_added else "switched off"
+            return f"sequence parallelism over {self.axis} {is_on}: {became}"
+        sums = {_forward_key(kind, self.axis) for kind in ("all_reduce", "reduce_scatter")}
+        owners = [owner for owner, rows in self.rows.items() if not sums.isdisjoint(rows)]
+        return f"{name_modules(owners)}[{self.axis}]: {became}"
 
 
-def _scattered(between: Between, axis: str, *, is_added: bool) -> Iterator[Step]:
-    off, _ = between.sides(is_added=is_added)
-    yield from replaced(
-        between,
-        "sequence parallel",
-        between.select_rows(lambda key, *_: key.axis == axis or key.subject == "redistribution"),
-        is_added=is_added,
-        axis=axis,
-        is_whole=sum_in_forward("reduce_scatter", axis) not in off.row_keys(),
-    )
-
-
-def sum_in_forward(kind: str, axis: str) -> RowKey:
-    """Return the row key of a reduction in forward over an axis."""
+def _forward_key(kind: str, axis: str) -> RowKey:
     return RowKey("collective", Phase.FORWARD, kind, axis)
 
 
-def _amounts(rows: Rows) -> Counter[tuple[int, str]]:
+def _count_calls_by_size_and_dtype(rows: Rows) -> Counter[tuple[int, str]]:
     amounts: Counter[tuple[int, str]] = Counter()
     for call in calls_of(rows):
         amounts[call.nbytes, call.dtype] += call.count
     return amounts
 
 
-def _phases(between: Between, *, is_added: bool) -> Iterator[Step]:
-    less, more = between.sides(is_added=is_added)
-    without, having = ({key.phase for key in state.row_keys()} for state in (less, more))
-    for phases in _PARTS:
-        # Recomputation is optional, but the other phases must exist.
-        is_there = {phases[0], phases[-1]} <= {*having, Phase.RECOMPUTE}
-        if not (without.isdisjoint(phases) and is_there):
-            continue
-        keys = between.select(partial(_rows_of_phases, phases), is_added=is_added)
-        yield from _phase(between, phases, keys, is_added=is_added)
-        # If ranks compute the loss together, they communicate outside all modules.
-        loss = [
-            key
-            for key in keys_that_differ(less[None], more[None])
-            if key.phase is Phase.OUTSIDE and not less[None].row(key)
-        ]
-        if loss and Phase.BACKWARD in phases:
-            keys[None] = [*keys.get(None, ()), *loss]
-            yield from _phase(between, (*phases, Phase.OUTSIDE), keys, is_added=is_added)
+@dataclass(frozen=True, kw_only=True)
+class PhaseUsed(Replaced):
+    """Phases, such as backward or the optimizer step, have their first collectives, or lost all."""
+
+    phases: tuple[Phase, ...]
+    has_norms: bool
+    """Whether norms of DTensors are reduced there."""
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        for is_added in (True, False):
+            less, more = between.sides(is_added=is_added)
+            without, having = ({key.phase for key in side.row_keys()} for side in (less, more))
+            for phases in _PARTS:
+                # Recomputation is optional, but the other phases must exist.
+                is_there = {phases[0], phases[-1]} <= {*having, Phase.RECOMPUTE}
+                if not (without.isdisjoint(phases) and is_there):
+                    continue
+                keys = between.select(partial(_find_keys_of_phases, phases), is_added=is_added)
+                yield from cls._propose_one_direction(between, phases, keys, is_added=is_added)
+                # If ranks compute the loss together, they communicate outside all modules.
+                loss = [
+                    key
+                    for key in keys_that_differ(less[None], more[None])
+                    if key.phase is Phase.OUTSIDE and not less[None].row(key)
+                ]
+                if loss and Phase.BACKWARD in phases:
+                    keys[None] = [*keys.get(None, ()), *loss]
+                    yield from cls._propose_one_direction(
+                        between, (*phases, Phase.OUTSIDE), keys, is_added=is_added
+                    )
+
+    @classmethod
+    def _propose_one_direction(
+        cls,
+        between: Between,
+        phases: tuple[Phase, ...],
+        keys: Mapping[Owner, Iterable[RowKey]],
+        *,
+        is_added: bool,
+    ) -> Iterator[Step]:
+        # If no gradients are reduced any more, do not also report that their norms are gone.
+        was_reduced, is_reduced = (
+            any(content.reductions for content in state.values())
+            for state in (between.origin, between.target)
+        )
+        has_norms = any(NORM in key.what for owner_keys in keys.values() for key in owner_keys)
+        yield from cls.propose_copied_rows(
+            between,
+            keys,
+            is_added=is_added,
+            phases=phases,
+            has_norms=has_norms and (is_reduced or not was_reduced),
+        )
+
+    def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
+        return key.phase is Phase.FORWARD
+
+    def find_problem(self, recordings: Recordings) -> Problem | None:
+        is_lost = Phase.BACKWARD in self.phases and not self.is_added
+        return "unreduced" if is_lost else None
+
+    @property
+    def is_regression(self) -> bool:
+        return self.has_norms and not self.is_added
+
+    def describe(self, recordings: Recordings) -> str:
+        phases = {key.phase for rows in self.rows.values() for key in rows}
+        names = {Phase.OUTSIDE: "the loss", Phase.OPTIMIZER: "the optimizer"}
+        where = " and ".join(names.get(phase, phase) for phase in self.phases if phase in phases)
+        is_unchanged = recordings.is_unchanged(
+            lambda key, *_: key.axis != "" and key.phase is Phase.FORWARD
+        )
+        forward = ", forward unchanged" if is_unchanged else ""
+        if not self.is_added:
+            return f"no more collectives in {where}{forward}"
+        calls = describe_calls(self, recordings, lambda key, _: key.phase in self.phases)
+        return add_calls(f"new collectives in {where}{forward}", calls)
+
+    def find_cause(self, recordings: Recordings) -> str:
+        if not self.has_norms:
+            return ""
+        if self.is_added:
+            return (
+                "norms of gradients or weights are now computed, e.g. by clip_grad_norm_, by "
+                "logging, or by an optimizer such as LAMB"
+            )
+        text = "norms of gradients or weights are no longer computed"
+        old, new = recordings.states
+        if any(
+            key.phase is Phase.OUTSIDE
+            and key.subject == "redistribution"
+            # More DTensors are redistributed: norms may now be computed from whole tensors.
+            and count_calls(rows) > count_calls(old[owner].row(key))
+            for owner, content in new.items()
+            for key, rows in content.rows.items()
+        ):
+            return f"{text}, or not in the way clip_grad_norm_ computes them"
+        return f"{text}: is clip_grad_norm_ still called in each step?"
 
 
-def _rows_of_phases(phases: Container[Phase], less: Content, more: Content) -> Iterator[RowKey]:
+def _find_keys_of_phases(
+    phases: Container[Phase], less: Content, more: Content
+) -> Iterator[RowKey]:
     for key in keys_that_differ(less, more):
         # If a unit stays unsharded after forward and no backward reshards it, the next forward does
         # not gather it again.
@@ -162,84 +344,246 @@ def _rows_of_phases(phases: Container[Phase], less: Content, more: Content) -> I
             yield key
 
 
-def _phase(
-    between: Between,
-    phases: tuple[Phase, ...],
-    keys: Mapping[Owner, Iterable[RowKey]],
-    *,
-    is_added: bool,
-) -> Iterator[Step]:
-    old, new = between.origin[None], between.target[None]
-    # If no gradients are reduced any more, do not also report that their norms are gone.
-    was_reduced, is_reduced = (
-        any(content.reductions for content in state.values())
-        for state in (between.origin, between.target)
-    )
-    has_norms = any(NORM in key.what for owner_keys in keys.values() for key in owner_keys)
-    yield from replaced(
-        between,
-        "phase",
-        keys,
-        is_added=is_added,
-        phases=phases,
-        has_norms=has_norms and (is_reduced or not was_reduced),
-        is_elsewhere=any(
-            key.subject == "redistribution"
-            and key.phase is Phase.OUTSIDE
-            and count_of(rows) > count_of(old.row(key))
-            for key, rows in new.rows.items()
-        ),
-    )
+@dataclass(frozen=True, kw_only=True)
+class Redistributed(Replaced):
+    """Modules redistribute a DTensor, or no longer do."""
 
+    phase: Phase
+    placements: str
+    """The placements before and after, such as ``(Shard(dim=0))->(Replicate())``."""
 
-def _redistributed(between: Between) -> Iterator[Step]:
-    key_groups: defaultdict[tuple[Phase, str, bool], dict[Owner, list[RowKey]]] = defaultdict(dict)
-    for group in between.differences:
-        for key, before, after in group.rows:
-            if key.subject != "redistribution" or (before and after):
-                continue
-            sent = {
-                sent_key: count_of(now) - count_of(was)
-                for sent_key, was, now in group.rows
-                if sent_key.subject == "collective" and sent_key.phase is key.phase
-            }
-            is_whole = "Shard" not in key.what.partition("->")[2]
-            target = between.target[group.owners[0]]
-            if after and is_whole and _is_by_hand(key.phase, map(target.row, sent)):
-                continue  # see `_gathered_in_full`
-            # A redistribution issues one collective, so both counts must change by the same number.
-            if [*sent.values()] == [count_of(after) - count_of(before)]:
-                chosen = [key, *sent]
-                keys = key_groups[key.phase, key.what, bool(after)]
-                keys.update(dict.fromkeys(group.owners, chosen))
-    for (phase, change, is_added), keys in key_groups.items():
-        yield from replaced(
-            between, "redistributed", keys, is_added=is_added, phase=phase, change=change
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        groups: defaultdict[tuple[Phase, str, bool], dict[Owner, list[RowKey]]] = defaultdict(dict)
+        for group in between.differences:
+            for key, before, after in group.rows:
+                if key.subject != "redistribution" or (before and after):
+                    continue
+                sent = {
+                    sent_key: count_calls(new) - count_calls(old)
+                    for sent_key, old, new in group.rows
+                    if sent_key.subject == "collective" and sent_key.phase is key.phase
+                }
+                is_whole = "Shard" not in key.what.partition("->")[2]
+                target = between.target[group.owners[0]]
+                if after and is_whole and _is_gathered_by_user(key.phase, map(target.row, sent)):
+                    continue  # see `GatheredInFull`
+                # A redistribution issues one collective, so both counts change by the same number.
+                if [*sent.values()] == [count_calls(after) - count_calls(before)]:
+                    keys = groups[key.phase, key.what, bool(after)]
+                    chosen = [key, *sent]
+                    keys.update(dict.fromkeys(group.owners, chosen))
+        for (phase, placements, is_added), keys in groups.items():
+            yield from cls.propose_copied_rows(
+                between, keys, is_added=is_added, phase=phase, placements=placements
+            )
+
+    @property
+    def is_regression(self) -> bool:
+        return True
+
+    def find_problem(self, recordings: Recordings) -> Problem | None:
+        # Backward must reduce a partial gradient. If nothing else changed for these modules, the
+        # reduction is lost.
+        is_partial = "Partial" in self.placements.partition("->")[0]
+        if self.is_added or self.phase is not Phase.BACKWARD or not is_partial:
+            return None
+        is_alone = recordings.is_unchanged(
+            lambda key, _, owner: owner in self.rows and key not in self.rows[owner]
+        )
+        return "unreduced" if is_alone else None
+
+    def describe(self, recordings: Recordings) -> str:
+        source, _, target = self.placements.partition("->")
+        how = "now" if self.is_added else "no longer"
+        where = name_place(self.owners, self.phase)
+        change = f"{where}: {how} redistributed {source} -> {target}"
+        if not self.is_added:
+            return change
+        return f"{change} by {name_operations(self)}: {describe_calls(self, recordings)}"
+
+    def find_cause(self, recordings: Recordings) -> str:
+        is_by_plan = self.phase is Phase.FORWARD and None not in self.owners
+        # The layouts of a new module are intended.
+        trees = recordings.trees
+        is_new = trees is not None and not trees.old_modules.issuperset(self.owners)
+        if is_new or not (self.is_added and is_by_plan):
+            return ""
+        return (
+            "the module's layouts in the parallelize_module plan no longer match those of the "
+            "modules before or after it, or redistribute() or full_tensor() is called"
         )
 
 
-def _gathered_in_full(between: Between) -> Iterator[Step]:
-    by_role: defaultdict[tuple[Phase, str], dict[Owner, list[RowKey]]] = defaultdict(dict)
-    for phase in (Phase.OUTSIDE, Phase.FORWARD):
-        for owner, keys in between.select(partial(_gathers_in_full, phase)).items():
-            new = between.target[owner]
-            sent = [new.row(key) for key in keys if key.subject == "collective"]
-            if _is_by_hand(phase, sent):
-                roles = _roles(sent)
-                by_role[phase, "" if "" in roles else " and ".join(sorted(roles))][owner] = keys
-    for (phase, role_names), rows in by_role.items():
-        yield from replaced(between, "gathered in full", rows, phase=phase, roles=role_names)
+@dataclass(frozen=True, kw_only=True)
+class Moved(Replaced):
+    """Equal calls are issued over another axis."""
+
+    old: RowKey
+    new: RowKey
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        groups: defaultdict[tuple[RowKey, RowKey], dict[Owner, list[RowKey]]] = defaultdict(dict)
+        for group in between.differences:
+            for lost, added in product(*_split_by_side(group.rows)):
+                old, new = lost[0], added[0]
+                if old._replace(axis=new.axis) == new and _are_equal_user_calls(lost[1], added[2]):
+                    chosen = [old, new]
+                    groups[old, new].update(dict.fromkeys(group.owners, chosen))
+        for (old, new), keys in groups.items():
+            yield from cls.propose_copied_rows(between, keys, old=old, new=new)
+
+    def describe(self, recordings: Recordings) -> str:
+        sizes = {call.nbytes for row in list_collective_rows(self.rows) for call in row.calls}
+        nbytes = sizes.pop()
+        size = f" of {show_nbytes(nbytes)}" if nbytes and not sizes else ""
+        who = "" if self.owners == (None,) else f"{name_modules(self.owners)}: "
+        old, new = (
+            f"{axis}{_describe_size(side, axis)}"
+            for side, axis in zip(recordings.sides, (self.old.axis, self.new.axis), strict=True)
+        )
+        calls = f"{who}{self.new.what}{size} {name_phase(self.new.phase)}"
+        return f"{calls} now over {new} instead of {old}"
 
 
-def _is_by_hand(phase: Phase, sent: Iterable[Rows]) -> bool:
-    return phase is Phase.OUTSIDE or (phase is Phase.FORWARD and _roles(sent) == {Role.PARAMETERS})
+@dataclass(frozen=True, kw_only=True)
+class Exchanged(Replaced):
+    """Other kinds of collectives replace all calls that modules issue over an axis in a phase."""
+
+    phase: Phase
+    axis: str
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        groups: defaultdict[
+            tuple[Phase, str, tuple[str, ...], tuple[str, ...]], dict[Owner, list[RowKey]]
+        ] = defaultdict(dict)
+        for group in between.differences:
+            lost, added = _split_by_side(group.rows)
+            for place in dict.fromkeys((key.phase, key.axis) for key, *_ in lost):
+                removed, new = (
+                    [row for row in side if (row[0].phase, row[0].axis) == place]
+                    for side in (lost, added)
+                )
+                keys = [row[0] for row in (*removed, *new)]
+                kinds = [tuple(sorted(row[0].what for row in side)) for side in (removed, new)]
+                if new and all(_is_from_user_code(row[1] or row[2]) for row in (*removed, *new)):
+                    owners = groups[*place, kinds[0], kinds[1]]
+                    owners.update(dict.fromkeys(group.owners, keys))
+        for (phase, axis, old, new_kinds), rows in groups.items():
+            yield from cls.propose_copied_rows(
+                between, rows, phase=phase, axis=axis, old=old, new=new_kinds
+            )
+
+    def describe(self, recordings: Recordings) -> str:
+        who = "" if self.owners == (None,) else f"{name_modules(self.owners)}: "
+        # Each message of a ring is both sent and received.
+        before, after = (
+            nbytes_of(row for row in list_collective_rows(side) if row.what != "recv")
+            for side in (self.old_rows, self.rows)
+        )
+        amount = "same bytes" if before == after else show_nbytes_change(before, after)
+        kinds = f"{' and '.join(self.new)} instead of {' and '.join(self.old)}"
+        return f"{who}{kinds} over {self.axis} {name_phase(self.phase)}, {amount}"
 
 
-def _roles(sent: Iterable[Rows]) -> set[str]:
+_ChangedRow: TypeAlias = tuple[RowKey, Rows, Rows]
+
+
+def _split_by_side(rows: Iterable[_ChangedRow]) -> tuple[list[_ChangedRow], list[_ChangedRow]]:
+    """Return the rows of collectives that only the old state has, and those of the new one."""
+    sent = [row for row in rows if row[0].axis]
+    return [row for row in sent if not row[2]], [row for row in sent if not row[1]]
+
+
+def _is_from_user_code(rows: Rows) -> bool:
+    """Whether other rules, about units, do not explain these calls."""
+    return {call.role for call in calls_of(rows)} <= {"", Role.ACTIVATIONS}
+
+
+def _are_equal_user_calls(old: Rows, new: Rows) -> bool:
+    before, after = ([(row.ranks, row.calls) for row in rows] for rows in (old, new))
+    return _is_from_user_code(old) and before == after
+
+
+def _describe_size(profile: CommProfile, axis: str) -> str:
+    sizes = [mesh_axis.size for mesh_axis in profile.mesh_axes if mesh_axis.name == axis]
+    return f" ({show_count(sizes[0], 'rank')})" if sizes else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatheredInFull(Replaced):
+    """User code gathers or reduces whole DTensors, as ``full_tensor()`` does."""
+
+    phase: Phase
+    roles: str
+    """Roles of the DTensors, joined with ``and``; empty if one of them is unknown."""
+    order: ClassVar[int] = 5
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        by_role: defaultdict[tuple[Phase, str], dict[Owner, list[RowKey]]] = defaultdict(dict)
+        for phase in (Phase.OUTSIDE, Phase.FORWARD):
+            for owner, keys in between.select(partial(_find_keys_of_full_gathers, phase)).items():
+                new = between.target[owner]
+                sent = [new.row(key) for key in keys if key.subject == "collective"]
+                if _is_gathered_by_user(phase, sent) and not _loses_gathers(phase, between):
+                    roles = _collect_roles(sent)
+                    by_role[phase, "" if "" in roles else " and ".join(sorted(roles))][owner] = keys
+        for (phase, role_names), rows in by_role.items():
+            yield from cls.propose_copied_rows(between, rows, phase=phase, roles=role_names)
+
+    @property
+    def is_regression(self) -> bool:
+        return True
+
+    def describe(self, recordings: Recordings) -> str:
+        word, verb = _FULL[self._kinds]
+        tensors = f"{word} {self.roles or 'DTensors'} {verb}"
+        tensors = f"{name_modules(self.owners)}: {tensors}" if self.roles else tensors
+        calls = describe_calls(self, recordings, is_change=True)
+        return f"{tensors} {name_phase(self.phase)}: {calls}"
+
+    @property
+    def _kinds(self) -> frozenset[str]:
+        keys = [key for rows in self.rows.values() for key in rows]
+        return frozenset(key.what for key in keys if key.subject == "collective")
+
+    def find_cause(self, recordings: Recordings) -> str:
+        if self._kinds == {"all_reduce"}:
+            return (
+                "full_tensor() or redistribute() of partial results, such as norms or sums to log"
+            )
+        where = "a full state dict (e.g. for a checkpoint), or a DTensor that is printed or logged"
+        if self.roles == Role.GRADIENTS:
+            where = "by an optimizer that needs whole matrices, by clipping or by logging"
+        if self.phase is Phase.FORWARD:
+            where = "e.g. once for each chunk of a loss"
+        return f"full_tensor() or redistribute(), {where}"
+
+
+def _loses_gathers(phase: Phase, between: Between) -> bool:
+    """Whether gathers in a phase may only have moved from one owner to another."""
+    return any(
+        key.phase is phase and key.what == "all_gather" and nbytes_of(after) < nbytes_of(before)
+        for group in between.differences
+        for key, before, after in group.rows
+    )
+
+
+def _is_gathered_by_user(phase: Phase, sent: Iterable[Rows]) -> bool:
+    is_forward = phase is Phase.FORWARD
+    return phase is Phase.OUTSIDE or (is_forward and _collect_roles(sent) == {Role.PARAMETERS})
+
+
+def _collect_roles(sent: Iterable[Rows]) -> set[str]:
     return {call.role for rows in sent for call in calls_of(rows)}
 
 
-def _gathers_in_full(phase: Phase, old: Content, new: Content) -> list[RowKey]:
+def _find_keys_of_full_gathers(phase: Phase, old: Content, new: Content) -> list[RowKey]:
     keys = [
         key
         for key in keys_that_differ(old, new)

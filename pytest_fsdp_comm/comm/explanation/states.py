@@ -60,18 +60,18 @@ class Content:
     def gathered_nbytes(self) -> int:
         """Bytes of one forward gather of the unit; 0 without gathers, or if their sizes differ."""
         gathers = self.gathers[Phase.FORWARD].values()
-        return sole((call.nbytes for rows in gathers for call in calls_of(rows)), 0)
+        return get_sole((call.nbytes for rows in gathers for call in calls_of(rows)), 0)
 
     @cached_property
     def unit_rows(self) -> Mapping[RowKey, Rows]:
-        return self._rows_of(is_of_whole_unit)
+        return self._select_matching_rows(is_of_whole_unit)
 
     @cached_property
     def reductions(self) -> Mapping[RowKey, Rows]:
-        rows = self._rows_of(lambda key, call: is_of_gradients(key, call, self))
+        rows = self._select_matching_rows(lambda key, call: is_of_gradients(key, call, self))
         return {key: key_rows for key, key_rows in rows.items() if key.phase is not Phase.FORWARD}
 
-    def _rows_of(self, matches: Callable[[RowKey, Calls], bool]) -> dict[RowKey, Rows]:
+    def _select_matching_rows(self, matches: Callable[[RowKey, Calls], bool]) -> dict[RowKey, Rows]:
         return {
             key: rows
             for key, rows in self.rows.items()
@@ -150,7 +150,7 @@ def calls_of(rows: Rows) -> Iterator[Calls]:
     return chain.from_iterable(row.calls for row in rows)
 
 
-def count_of(rows: Iterable[Row]) -> int:
+def count_calls(rows: Iterable[Row]) -> int:
     """Return the number of calls."""
     return sum(row.count for row in rows)
 
@@ -160,14 +160,14 @@ def nbytes_of(rows: Iterable[Row]) -> int:
     return sum(row.nbytes for row in rows)
 
 
-def total_count(rows: Mapping[RowKey, Rows]) -> int:
+def count_calls_of_all_keys(rows: Mapping[RowKey, Rows]) -> int:
     """Return the number of calls in all rows."""
-    return sum(map(count_of, rows.values()))
+    return sum(map(count_calls, rows.values()))
 
 
-def forward_gathers(content: Content) -> int:
+def count_forward_gathers(content: Content) -> int:
     """Return how often a unit is gathered in forward."""
-    return total_count(content.gathers[Phase.FORWARD])
+    return count_calls_of_all_keys(content.gathers[Phase.FORWARD])
 
 
 def largest(rows: Rows) -> int:
@@ -185,7 +185,7 @@ def is_part(part: Rows, rows: Rows) -> bool:
     )
 
 
-def sole(values: Iterable[_T], otherwise: _T) -> _T:
+def get_sole(values: Iterable[_T], otherwise: _T) -> _T:
     """Return the value if all values are equal; `otherwise` if they differ or there are none."""
     distinct = set(values)
     return distinct.pop() if len(distinct) == 1 else otherwise
@@ -195,12 +195,12 @@ def role_of(rows: Rows) -> str:
     """Return the role that all calls share; empty if they have none, or if their roles differ."""
     # Ignore the map of used parameters, which DDP sends in addition to gradients.
     ignored = Role.UNUSED_PARAMETERS
-    return sole((call.role for call in calls_of(rows) if call.role != ignored), "")
+    return get_sole((call.role for call in calls_of(rows) if call.role != ignored), "")
 
 
 def sizes_of(before: Rows, after: Rows) -> tuple[int, int] | None:
     """Return the bytes per call on both sides; None if a side has no calls or several sizes."""
-    old, new = (sole((call.nbytes for call in calls_of(rows)), -1) for rows in (before, after))
+    old, new = (get_sole((call.nbytes for call in calls_of(rows)), -1) for rows in (before, after))
     return None if -1 in {old, new} else (old, new)
 
 
@@ -282,7 +282,7 @@ class Between:
         self, choose: Callable[[Content, Content], Iterable[RowKey]], *, is_added: bool = True
     ) -> dict[Owner, list[RowKey]]:
         """Call `choose` with both `sides` of each module that differs; return the chosen keys."""
-        return self._chosen(
+        return self._assign_to_owners(
             list(choose(*((group.old, group.new) if is_added else (group.new, group.old))))
             for group in self.differences
         )
@@ -291,11 +291,11 @@ class Between:
         self, matches: Callable[[RowKey, Rows, Rows], object]
     ) -> dict[Owner, list[RowKey]]:
         """Return the keys of differing rows for which ``matches(key, old, new)`` is true."""
-        return self._chosen(
+        return self._assign_to_owners(
             [row[0] for row in group.rows if matches(*row)] for group in self.differences
         )
 
-    def _chosen(self, keys: Iterable[list[RowKey]]) -> dict[Owner, list[RowKey]]:
+    def _assign_to_owners(self, keys: Iterable[list[RowKey]]) -> dict[Owner, list[RowKey]]:
         # Modules with the same difference share one list; `steps.replaced` relies on its identity.
         return {
             owner: chosen

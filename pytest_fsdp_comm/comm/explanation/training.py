@@ -9,38 +9,49 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain, product
 from math import prod
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final, TypeAlias, get_args
 
-from pytest_fsdp_comm.comm.calls import Calls
+from pytest_fsdp_comm.comm.calls import NOT_LAST, Calls
 from pytest_fsdp_comm.comm.cost import Volume
 from pytest_fsdp_comm.comm.events import REDUCING, ROOT_FQN, Phase, Role
-from pytest_fsdp_comm.comm.explanation.amounts import Counts, Dtype
-from pytest_fsdp_comm.comm.explanation.names import Renamed
-from pytest_fsdp_comm.comm.explanation.states import Owner, calls_of, sole, sort_owners, template
-from pytest_fsdp_comm.comm.explanation.steps import Evidence, Replaced, Step
+from pytest_fsdp_comm.comm.explanation.amounts import Counts, Steps
+from pytest_fsdp_comm.comm.explanation.evidence import (
+    BETWEEN_STAGES,
+    Recordings,
+    count_elements,
+)
+from pytest_fsdp_comm.comm.explanation.gradients import ReducedPart, ReducedTimes
+from pytest_fsdp_comm.comm.explanation.passes import AxisUsed, PhaseUsed, Redistributed
+from pytest_fsdp_comm.comm.explanation.states import (
+    Owner,
+    calls_of,
+    get_sole,
+    is_gather,
+    sort_owners,
+    template,
+)
+from pytest_fsdp_comm.comm.explanation.steps import Problem, Replaced, Step
+from pytest_fsdp_comm.comm.explanation.units import Gathered
+from pytest_fsdp_comm.comm.explanation.words import describe_volume, name_modules
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
-from pytest_fsdp_comm.text.words import itemsize
+from pytest_fsdp_comm.text.words import itemsize, show_count, show_nbytes_change
 
 # If gradients are not reduced, training is wrong, although it often communicates less. To find lost
 # reductions, compare the profiles themselves: a step of the search summarizes many rows, so it may
 # hide a lost reduction. Do not report a reduction as lost if a harmless change may explain it:
 # other modules now reduce more gradients, the gradients are reduced over other axes, collectives of
 # forward over that axis changed too, the module was removed, or the tree shows frozen parameters.
+# New calls over the lost axis that prove no role may carry the gradients instead.
 # But report a test that now looks like an evaluation: training with a detached loss looks the same.
 
-Problem: TypeAlias = Literal[
-    "unsharded", "unreduced", "part", "backwards", "ranks", "times", "passes", "reduce_op", "dtype"
-]
-"""Problems with gradients, worst first. ``part``: some parameters of a unit get no gradient.
-``passes``: fewer backwards. ``backwards``, ``reduce_op``, ``dtype``: this field of `Calls` changed.
-"""
 _AxisProblem: TypeAlias = tuple[Problem, tuple[str, ...], str, str]
 """A problem, its axes, and the values before and after."""
 _PROBLEMS: Final[tuple[Problem, ...]] = get_args(Problem)
 _LOST: Final = frozenset({"unsharded", "unreduced"})
+_UNMARKED: Final = frozenset({"times", "dtype", "reduce_op"})
+"""Problems that need not break training: other code may divide, and rounding may not matter."""
 _FIELDS: Final[tuple[Problem, ...]] = ("backwards", "reduce_op", "dtype")
 
-_BETWEEN_STAGES: Final = frozenset({"send", "recv"})
 _AFTER_FORWARD: Final = frozenset({Phase.BACKWARD, Phase.RECOMPUTE, Phase.OPTIMIZER})
 
 
@@ -56,9 +67,9 @@ class TrainingChange:
     before: str = ""
     """The old number, reduce op, dtype or `Calls.backwards`; empty if the problem has no value."""
     after: str = ""
-    was: Volume
+    old: Volume
     """Gradient reductions over `axes` in the snapshot, on the rank that reduces the most bytes."""
-    now: Volume
+    new: Volume
 
     def covers(self, owners: Iterable[Owner], key: RowKey, calls: Iterable[Calls]) -> bool:
         """Whether the report of this change already covers these calls."""
@@ -67,81 +78,135 @@ class TrainingChange:
         is_covered = is_of_gradients and is_reduced and set(owners) <= set(self.owners)
         return is_covered and self.problem not in {"backwards", "reduce_op", "passes"}
 
+    def covers_step(self, step: Step) -> bool:
+        """Whether the report of this change already covers everything in a step."""
+        if not isinstance(step, Replaced) or step.is_added:
+            return False
+        if self.problem == "unsharded":
+            return isinstance(step, Gathered)
+        if self.problem == "outputs":
+            is_forward = isinstance(step, Redistributed) and step.phase is Phase.FORWARD
+            return is_forward and {*step.owners} <= {*self.owners}
+        is_part = isinstance(step, ReducedPart) and step.is_of_unit
+        return (is_part or isinstance(step, Redistributed | AxisUsed)) and all(
+            key.subject != "collective" or self.covers([owner], key, calls_of(rows))
+            for owner, old in step.old_rows.items()
+            for key, rows in old.items()
+        )
+
+    def describe(self, recordings: Recordings) -> str:
+        """Describe the change in one line; everything in it is true of both recordings."""
+        who, over = name_modules(self.owners), " and ".join(self.axes)
+        gradients, before, after = f"gradients of {who} are", self.before, self.after
+        old, new = describe_volume(self.old), describe_volume(self.new)
+        nbytes = f"{show_nbytes_change(self.old.nbytes, self.new.nbytes)} per rank"
+        match self.problem:
+            case "unsharded":
+                return (
+                    f"parameters of {who} are no longer sharded: no unit gathers them, and their "
+                    f"gradients are no longer reduced over {over} (was {old})"
+                )
+            case "unreduced":
+                return f"{gradients} no longer reduced over {over} (was {old})"
+            case "missing":
+                return f"{gradients} not reduced over {over}"
+            case "inputs":
+                where = f"gradients of the inputs of {who}"
+                return f"{where} are no longer reduced over {over} in backward"
+            case "outputs":
+                outputs = f"outputs of {who} are no longer reduced over {over} in forward"
+                return f"{outputs}, but their parameters are still sharded over it"
+            case "part":
+                calls = show_count(self.new.count, "call")
+                is_unchanged = recordings.is_unchanged(
+                    lambda key, call, owner: owner in self.owners and is_gather(key, call)
+                )
+                gathers = ", gathers unchanged" if is_unchanged else ""
+                return f"fewer {gradients} reduced over {over}{gathers}: {calls}, {nbytes}"
+            case "passes":
+                passes = f"{show_count(int(after), 'backward')} instead of {before}"
+                return (
+                    f"gradients of {who} come from {passes}, forwards as often: {new} over {over}"
+                )
+            case "ranks":
+                return f"{gradients} reduced over {after} ranks instead of {before}: {new}"
+            case "times":
+                calls = f"{self.old.count} -> {self.new.count} calls"
+                often = f"{before} -> {after} times per step"
+                return f"{gradients} reduced {often} over {over}: {calls}, {nbytes}"
+            case "again":
+                return f"{gradients} reduced twice over {over}: by FSDP, and by {new} of their own"
+            case "backwards":
+                where = "in the last backward"
+                if after:
+                    where = f"in {after.removesuffix(NOT_LAST)}, but not in the last"
+                instead = f" (was in {before.removesuffix(NOT_LAST)})" if before else ""
+                return f"{gradients} now reduced {where}{instead}: {new} over {over}"
+            case "reduce_op":
+                how = f"by {after or 'sum'} instead of {before or 'sum'}"
+                return f"{gradients} reduced {how} over {over}: {new}"
+            case "dtype":
+                return f"{gradients} reduced over {over} in {after} instead of {before}: {new}"
+
 
 def find_training_changes(
-    old: CommProfile,
-    new: CommProfile,
-    steps: Sequence[Step],
-    trees: Evidence | None,
-    of_torch: Collection[Step] = (),
-) -> tuple[TrainingChange | Step, ...]:
-    """Return changes and steps that break training, worst first; skip steps in `of_torch`."""
-    training = _Training(_Side(old, new, steps), _Side(new, new), trees)
+    recordings: Recordings, steps: Sequence[Step], of_torch: Collection[Step] = ()
+) -> tuple[tuple[TrainingChange | Step, ...], tuple[TrainingChange | Step, ...]]:
+    """Return what breaks training, and what else reduces gradients differently, worst first.
+
+    Skip steps in `of_torch`.
+    """
+    old, new = recordings.sides
+    training = _Training(_Side(old, new, steps), _Side(new, new), recordings)
     # If the world size or the recorded ranks differ, only `backwards` can be compared.
     is_same_world = (old.world_size, old.recorded_ranks) == (new.world_size, new.recorded_ranks)
     problems = [pair for pair in training.problems() if is_same_world or pair[1][0] == "backwards"]
     owners_by_problem: defaultdict[_AxisProblem, list[Owner]] = defaultdict(list)
     for owner, problem in problems:
-        if not any(_is_reported(problem[0], owner, step) for step in steps):
+        if not any(_is_reported_by_step(problem[0], owner, step, recordings) for step in steps):
             owners_by_problem[problem].append(owner)
     changes = [training.change(*group) for group in owners_by_problem.items()]
     lost = {owner for owner, (problem, *_) in problems if problem in _LOST}
     reported: list[tuple[int, TrainingChange | Step]]
     reported = [(_PROBLEMS.index(change.problem), change) for change in changes]
     for step in steps:
-        name = _problem_of(step)
+        name = step.find_problem(recordings)
         # Fewer reductions are harmless if other modules reduce the gradients instead. More
         # reductions are harmless if the calls in forward or outside grew by the same factor.
         is_real = name not in _LOST or any(map(step.includes, lost))
-        if isinstance(step, Replaced) and name == "times":
-            is_real = step.facts.get("times") not in training.ratios
+        if isinstance(step, ReducedTimes):
+            is_real = step.times not in training.ratios
         if name is not None and is_real and not (step in of_torch or reports_step(changes, step)):
             # Report a lost phase before lost reductions, because it explains them.
-            place = 0 if step.kind == "phase" else len(reported)
+            place = 0 if isinstance(step, PhaseUsed) else len(reported)
             reported.insert(place, (_PROBLEMS.index(name), step))
-    return tuple(change for _, change in sorted(reported, key=lambda item: item[0]))
+    reported.sort(key=lambda item: item[0])
+    breaks = [(_PROBLEMS[place] not in _UNMARKED, change) for place, change in reported]
+    return (
+        tuple(change for is_broken, change in breaks if is_broken),
+        tuple(change for is_broken, change in breaks if not is_broken),
+    )
 
 
 def reports_step(training: Iterable[TrainingChange | Step], step: Step) -> bool:
     """Whether `training` contains a step, or a change that covers everything in the step."""
     return any(
-        _reports_all(change, step) if isinstance(change, TrainingChange) else change is step
+        change.covers_step(step) if isinstance(change, TrainingChange) else change is step
         for change in training
     )
 
 
-def _reports_all(change: TrainingChange, step: Step) -> bool:
-    if not isinstance(step, Replaced) or step.is_added:
-        return False
-    if change.problem == "unsharded":
-        return step.kind == "unit"
-    return step.kind in {"redistributed", "axis", "part reduced"} and all(
-        key.subject != "collective" or change.covers([owner], key, calls_of(rows))
-        for owner, was in step.was.items()
-        for key, rows in was.items()
-    )
-
-
-def _problem_of(step: Step) -> Problem | None:
-    """Return the problem that a step's sentence reports, or None."""
-    match step:
-        case Replaced(
-            kind="reduced" | "reduced by more" | "used in backward" | "unit", is_added=False
-        ):
-            return "unreduced"
-        case Replaced(kind="phase", is_added=False) if Phase.BACKWARD in step.facts["phases"]:
-            return "unreduced"
-        case Replaced(kind="reduced times") | Replaced(facts={"is_again": True}):
-            return "times"
-        case Dtype() if Role.GRADIENTS in step.roles:
-            return "dtype"
-    return None
-
-
-def _is_reported(problem: Problem, owner: Owner, step: Step) -> bool:
-    if isinstance(step, Counts):
+def _is_reported_by_step(
+    problem: Problem, owner: Owner, step: Step, recordings: Recordings
+) -> bool:
+    if isinstance(step, Counts | Steps):
         return problem == "times"
-    return step.kind != "phase" and _problem_of(step) == problem and step.includes(owner)
+    if problem in _LOST and step.reduces_elsewhere(owner):
+        return True
+    # These two name no gradients.
+    is_vague = isinstance(step, PhaseUsed | Redistributed)
+    is_reported = not is_vague and step.includes(owner)
+    return is_reported and step.find_problem(recordings) == problem
 
 
 class _Side:
@@ -149,31 +214,30 @@ class _Side:
 
     def __init__(self, profile: CommProfile, new: CommProfile, steps: Sequence[Step] = ()) -> None:
         self.profile = profile
-        self.axes = _new_names(profile, new)
+        self.axes = _map_to_new_axis_names(profile, new)
         self.sizes = {self.axes[axis.name]: axis.size for axis in profile.mesh_axes}
         self.owners: set[Owner] = set()
         self.reduced: defaultdict[Owner, defaultdict[str, list[Row]]]
         self.reduced = defaultdict(lambda: defaultdict(list))
         self.units: defaultdict[Owner, list[Row]] = defaultdict(list)
         self.work: list[Row] = []  # collectives between ranks that share a batch
-        renames = [step for step in steps if isinstance(step, Renamed)]
         for row in profile.rows:
             owner = row.owner
-            for step in renames:
-                owner = step.name(owner)
+            for step in steps:
+                owner = step.rename_owner(owner)
             self.owners.add(owner)
             axis = self.axes.get(row.axis, "")
             # Skip groups of one rank: FSDP1 reduces even over these.
-            if row.what in REDUCING and _gradients(row) and self.sizes.get(axis) != 1:
+            if row.what in REDUCING and _list_gradient_calls(row) and self.sizes.get(axis) != 1:
                 self.reduced[owner][axis].append(row)
             roles = {call.role for call in row.calls}
-            if Role.PARAMETERS in roles or row.subject == "reshard":
+            if row.subject == "reshard" or (Role.PARAMETERS in roles and row.what == "all_gather"):
                 self.units[owner].append(row)
-            if Role.ACTIVATIONS in roles or row.what in _BETWEEN_STAGES:
+            if Role.ACTIVATIONS in roles or row.what in BETWEEN_STAGES:
                 self.work.append(row)
         # Units that stay unsharded may have no rows; only the peak shows that they exist.
         self.has_units = bool(self.units) or any(peak.nbytes for peak in profile.peaks)
-        self.reduces = any(map(_gradients, profile.rows))
+        self.reduces = any(map(_list_gradient_calls, profile.rows))
         self.has_backward = any(row.phase is Phase.BACKWARD for row in profile.rows)
 
     def num_ranks(self, axes: Iterable[str]) -> int:
@@ -183,7 +247,7 @@ class _Side:
         """Count a module's gradient elements, each once even if it is reduced several times."""
         sizes: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
         for row in chain.from_iterable(self.reduced.get(owner, {}).values()):
-            for call in _gradients(row):
+            for call in _list_gradient_calls(row):
                 sizes[row.axis, row.what].add(call.nbytes // itemsize(call.dtype))
         return max(map(sum, sizes.values()), default=0)
 
@@ -206,7 +270,7 @@ class _Side:
         return self.num_ranks({self.axes.get(row.axis, "") for row in self.work} - axes)
 
 
-def _new_names(profile: CommProfile, new: CommProfile) -> dict[str, str]:
+def _map_to_new_axis_names(profile: CommProfile, new: CommProfile) -> dict[str, str]:
     """Map each axis to its name in the new profile; a renamed axis is recognized by its ranks."""
     old = {axis.name for axis in profile.mesh_axes}
     new_names = {axis.name for axis in new.mesh_axes}
@@ -218,22 +282,22 @@ def _new_names(profile: CommProfile, new: CommProfile) -> dict[str, str]:
     }
 
 
-def _gradients(row: Row) -> list[Calls]:
+def _list_gradient_calls(row: Row) -> list[Calls]:
     return [call for call in row.calls if call.role == Role.GRADIENTS]
 
 
-def _sole(rows: Iterable[Row], field: str) -> str | None:
+def _get_sole_gradient_value(rows: Iterable[Row], field: str) -> str | None:
     """Return the value of `field` that all gradient calls share; None if the values differ."""
-    values: set[str] = {getattr(call, field) for row in rows for call in _gradients(row)}
+    values: set[str] = {getattr(call, field) for row in rows for call in _list_gradient_calls(row)}
     # `backwards` is empty for calls that the last backward issues; report it for all other calls.
-    return max(values) if field == "backwards" else sole(values, None)
+    return max(values) if field == "backwards" else get_sole(values, None)
 
 
-def _volume(rows: Iterable[Row]) -> Volume:
+def _find_gradient_volume_of_busiest(rows: Iterable[Row]) -> Volume:
     """Return count and bytes of gradient reductions on the rank that reduces the most bytes."""
     volumes: defaultdict[int | None, Volume] = defaultdict(Volume)
     for row in rows:
-        calls = _gradients(row)
+        calls = _list_gradient_calls(row)
         nbytes = sum(call.count * call.nbytes for call in calls)
         volume = Volume(count=sum(call.count for call in calls), nbytes=nbytes)
         for rank in row.ranks or (None,):
@@ -243,9 +307,10 @@ def _volume(rows: Iterable[Row]) -> Volume:
 
 
 class _Training:
-    def __init__(self, old: _Side, new: _Side, trees: Evidence | None) -> None:
-        self.old, self.new, self.trees = old, new, trees
-        self.ratios = _ratios(old.work, new.work)
+    def __init__(self, old: _Side, new: _Side, recordings: Recordings) -> None:
+        self.old, self.new, self.trees = old, new, recordings.trees
+        self.ratios = _find_count_ratios(old.work, new.work)
+        self.carried = recordings.carried_elements
         grown = (at for at in new.reduced if new.num_gradients(at) > old.num_gradients(at))
         self.grown = set(grown)
 
@@ -259,14 +324,18 @@ class _Training:
                 yield owner, ("unsharded", tuple(axes), "", "")
             return
         for owner, was in old.reduced.items():
-            for problem in self._of_owner(owner, was, new.reduced.get(owner, {})):
+            for problem in self._find_owner_problems(owner, was, new.reduced.get(owner, {})):
                 yield owner, problem
-        yield from self._passes()
+        yield from self._find_unreduced_new_units()
+        yield from self._find_unreduced_inputs()
+        yield from self._find_unreduced_outputs()
+        yield from self._find_repeated_reductions()
+        yield from self._find_fewer_backwards()
 
     def change(self, problem_on_axes: _AxisProblem, owners: Sequence[Owner]) -> TrainingChange:
         problem, axes, before, after = problem_on_axes
-        was, now = (
-            _volume(
+        old, new = (
+            _find_gradient_volume_of_busiest(
                 row
                 for owner in (side.reduced if problem == "unsharded" else owners)
                 for axis, reduced in side.reduced.get(owner, {}).items()
@@ -281,34 +350,88 @@ class _Training:
             axes=tuple(sorted(names if problem in _LOST else axes)),
             before=before,
             after=after,
-            was=was,
-            now=now,
+            old=old,
+            new=new,
         )
 
-    def _of_owner(
-        self, owner: Owner, was: Mapping[str, list[Row]], now: Mapping[str, list[Row]]
+    def _find_owner_problems(
+        self, owner: Owner, old: Mapping[str, list[Row]], new: Mapping[str, list[Row]]
     ) -> Iterator[_AxisProblem]:
-        ranks = self.old.num_ranks(was), self.new.num_ranks(now)
-        if ranks[1] < ranks[0] and not self._is_harmless(owner, {*was}, {*now}):
-            if now.keys() < was.keys():
-                yield "unreduced", tuple(sorted(was.keys() - now.keys())), "", ""
+        ranks = self.old.num_ranks(old), self.new.num_ranks(new)
+        if ranks[1] < ranks[0] and not self._has_harmless_explanation(owner, {*old}, {*new}):
+            if new.keys() < old.keys():
+                yield "unreduced", tuple(sorted(old.keys() - new.keys())), "", ""
             else:
-                yield "ranks", tuple(sorted({*was, *now})), str(ranks[0]), str(ranks[1])
+                yield "ranks", tuple(sorted({*old, *new})), str(ranks[0]), str(ranks[1])
         axes_by_problem: defaultdict[tuple[Problem, str, str], list[str]] = defaultdict(list)
-        for axis in sorted(was.keys() & now.keys()):
-            if self._is_part(owner) and _volume(was[axis]) != _volume(now[axis]):
+        for axis in sorted(old.keys() & new.keys()):
+            if self._has_fewer_gradients(owner) and _find_gradient_volume_of_busiest(
+                old[axis]
+            ) != _find_gradient_volume_of_busiest(new[axis]):
                 axes_by_problem["part", "", ""].append(axis)
-            times = self._times(owner, was[axis], now[axis])
+            times = self._compare_reduction_counts(owner, old[axis], new[axis])
             if times is not None:
                 axes_by_problem["times", *times].append(axis)
             for field in _FIELDS:
-                before, after = (_sole(rows, field) for rows in (was[axis], now[axis]))
+                before, after = (
+                    _get_sole_gradient_value(rows, field) for rows in (old[axis], new[axis])
+                )
                 if before is not None and after is not None and before != after:
                     axes_by_problem[field, before, after].append(axis)
         for (problem, before, after), axes in axes_by_problem.items():
             yield problem, tuple(axes), before, after
 
-    def _is_harmless(self, owner: Owner, was: set[str], now: set[str]) -> bool:
+    def _find_unreduced_new_units(self) -> Iterator[tuple[Owner, _AxisProblem]]:
+        """Yield new units with trainable parameters that backward uses, but does not reduce."""
+        trees = self.trees
+        for owner, rows in self.new.units.items() if self.new.reduces else ():
+            is_used = any(row.phase is Phase.BACKWARD for row in rows)
+            is_new = owner not in self.old.owners and owner not in self.new.reduced
+            if trees is not None and owner in trees.trainable and is_used and is_new:
+                axes = {self.new.axes.get(row.axis, "") for row in rows} - {""}
+                yield owner, ("missing", tuple(sorted(axes)), "", "")
+
+    def _find_unreduced_inputs(self) -> Iterator[tuple[Owner, _AxisProblem]]:
+        """Yield modules whose backward no longer reduces activations, unlike their forward."""
+        old, new = (_count_reductions(side, Phase.BACKWARD) for side in (self.old, self.new))
+        for axis in old:
+            was, now = old[axis], new.get(axis, {})
+            lost = was.keys() - now.keys()
+            # If all parameter gradients are still reduced, nothing was detached or frozen.
+            is_trained = self.old.reduced.keys() == self.new.reduced.keys() != set()
+            is_same_forward = self.old.forward(axis) == self.new.forward(axis)
+            if lost and is_trained and is_same_forward and not now.keys() - was.keys():
+                for owner in lost:
+                    yield owner, ("inputs", (axis,), "", "")
+
+    def _find_unreduced_outputs(self) -> Iterator[tuple[Owner, _AxisProblem]]:
+        """Yield modules whose forward no longer reduces outputs, although they are still split."""
+        split_axes = {} if self.trees is None else self.trees.split_axes
+        old, new = (_count_reductions(side, Phase.FORWARD) for side in (self.old, self.new))
+        for axis in old:
+            # Another module may now reduce the outputs, or gather something else.
+            if not self.new.forward(axis) <= self.old.forward(axis):
+                continue
+            for owner in old[axis].keys() - new.get(axis, {}).keys():
+                if axis in split_axes.get(owner or "", ()):
+                    yield owner, ("outputs", (axis,), "", "")
+
+    def _find_repeated_reductions(self) -> Iterator[tuple[Owner, _AxisProblem]]:
+        """Yield modules that now reduce gradients which the unit around them reduces as well."""
+        trees = self.trees
+        for owner, reduced in self.new.reduced.items() if trees is not None else ():
+            # Gradients of parameters that FSDP ignores have to be reduced by the user's code.
+            if trees is None or not owner or owner in trees.unmanaged:
+                continue
+            name = owner
+            while name and name not in self.new.units:
+                name = name.rpartition(".")[0]
+            axes = reduced.keys() & self.new.reduced.get(name, {}).keys()
+            axes -= self.old.reduced.get(owner, {}).keys()
+            if name != owner and axes:
+                yield owner, ("again", tuple(sorted(axes)), "", "")
+
+    def _has_harmless_explanation(self, owner: Owner, was: set[str], now: set[str]) -> bool:
         """Whether a harmless change may explain why a module reduces over fewer ranks."""
         old, new, trees = self.old, self.new, self.trees
         # Ranks that had separate batches may now share one.
@@ -320,12 +443,28 @@ class _Training:
             return True
         if trees is not None and owner not in trees.trainable:
             return True
+        if was - now and all(map(self._is_carried, was - now)):
+            return True
+        # If other units are gathered, but this one is not, it was not called: the tree shows it.
+        if trees is not None and new.units and owner in trees.units - new.units.keys():
+            return True
         grown = self.grown - {owner}
         if owner in new.owners:
             return any(_is_related(owner, module) for module in grown)
-        return bool(grown) or (trees is None and not self._is_left(owner))
+        return bool(grown) or (trees is None and not self._is_still_in_model(owner))
 
-    def _is_left(self, owner: Owner) -> bool:
+    def _is_carried(self, axis: str) -> bool:
+        """Whether new calls over an axis may carry the gradients that it no longer reduces."""
+        lost = (
+            row
+            for owner, reduced in self.old.reduced.items()
+            if axis not in self.new.reduced.get(owner, {})
+            for row in reduced.get(axis, ())
+        )
+        calls = chain.from_iterable(map(_list_gradient_calls, lost))
+        return count_elements(calls) <= self.carried[axis]
+
+    def _is_still_in_model(self, owner: Owner) -> bool:
         """Whether the rows show that a module without rows is still in the model."""
         # If the layer had been removed, its other modules would have no rows either.
         layer = re.match(r"(.*\.)?[0-9]+\.", owner or "")
@@ -333,49 +472,53 @@ class _Training:
         # Without a backward, missing rows do not show that the module was removed.
         return bool(siblings) or owner == ROOT_FQN or not self.new.has_backward
 
-    def _is_part(self, owner: Owner) -> bool:
+    def _has_fewer_gradients(self, owner: Owner) -> bool:
         """Whether a unit with unchanged gathers reduces fewer gradients."""
         trees = self.trees
-        was, now = (
+        old, new = (
             {call.nbytes // itemsize(call.dtype) for row in side.units[owner] for call in row.calls}
             for side in (self.old, self.new)
         )
         is_less = 0 < self.new.num_gradients(owner) < self.old.num_gradients(owner)
         is_frozen = trees is not None and owner in trees.frozen | trees.partly_frozen
         is_elsewhere = any(_is_related(owner, module) for module in self.grown)
-        return was == now != set() and is_less and not (is_frozen or is_elsewhere)
+        return old == new != set() and is_less and not (is_frozen or is_elsewhere)
 
-    def _passes(self) -> Iterator[tuple[Owner, _AxisProblem]]:
+    def _find_fewer_backwards(self) -> Iterator[tuple[Owner, _AxisProblem]]:
         """Yield units with fewer backwards, if at least one of them has unchanged forwards."""
         units_by_runs: defaultdict[tuple[int, int], dict[Owner, bool]] = defaultdict(dict)
         for owner in filter(self.new.reduced.__contains__, self.old.reduced):
             before, after = (side.acts(owner, Phase.BACKWARD) for side in (self.old, self.new))
-            was, now = (side.acts(owner, Phase.FORWARD) for side in (self.old, self.new))
+            old, new = (side.acts(owner, Phase.FORWARD) for side in (self.old, self.new))
             runs = {(count, after.get(place, 0)) for place, count in before.items()}
             acts = {key.what for key, _ in before}
             # Each backward reshards the unit once. Gathers in forward show the number of forwards
             # only if forward reshards the unit, and then backward gathers it again.
             if len(runs) == 1 and "reshard" in acts:
-                units_by_runs[runs.pop()][owner] = "unshard" in acts and was == now
+                units_by_runs[runs.pop()][owner] = "unshard" in acts and old == new
         for (runs_before, runs_now), owners in units_by_runs.items():
             if 0 < runs_now < runs_before and any(owners.values()):
                 for owner in owners:
                     axes = tuple(sorted(self.new.reduced[owner]))
                     yield owner, ("passes", axes, str(runs_before), str(runs_now))
 
-    def _times(self, owner: Owner, was: list[Row], now: list[Row]) -> tuple[str, str] | None:
+    def _compare_reduction_counts(
+        self, owner: Owner, old: list[Row], new: list[Row]
+    ) -> tuple[str, str] | None:
         """Return old and new counts of reductions; None if equal or due to more forwards."""
-        calls = [[call for row in rows for call in _gradients(row)] for rows in (was, now)]
+        calls = [
+            [call for row in rows for call in _list_gradient_calls(row)] for rows in (old, new)
+        ]
         before, after = (max(call.count for call in side) for side in calls)
         # Calls of several sizes are buckets of gradients, and the number of buckets may change.
         if before == after or any(len({call.nbytes for call in side}) > 1 for side in calls):
             return None
-        ratios = self.ratios or _ratios(self.old.units[owner], self.new.units[owner])
+        ratios = self.ratios or _find_count_ratios(self.old.units[owner], self.new.units[owner])
         is_new = ratios and Fraction(after, before) not in ratios
         return (str(before), str(after)) if is_new else None
 
 
-def _ratios(old: Iterable[Row], new: Iterable[Row]) -> set[Fraction]:
+def _find_count_ratios(old: Iterable[Row], new: Iterable[Row]) -> set[Fraction]:
     """Return the ratios of new to old counts of rows that both sides have in forward or outside."""
     before = {(row.owner, row.key, row.ranks): row.count for row in old}
     return {
@@ -384,6 +527,15 @@ def _ratios(old: Iterable[Row], new: Iterable[Row]) -> set[Fraction]:
         for place in [(row.owner, row.key, row.ranks)]
         if place in before and row.phase not in _AFTER_FORWARD
     }
+
+
+def _count_reductions(side: _Side, phase: Phase) -> dict[str, dict[Owner, int]]:
+    """Count each module's reductions of activations in a phase, by axis."""
+    counts: defaultdict[str, dict[Owner, int]] = defaultdict(dict)
+    for row in side.work:
+        if row.phase is phase and row.what in REDUCING and row.owner is not None:
+            counts[side.axes[row.axis]][row.owner] = row.count
+    return counts
 
 
 def _is_related(first: Owner, second: Owner) -> bool:

@@ -1,16 +1,18 @@
-"""Propose steps that add, remove or regroup FSDP units, or change their gathers or reductions."""
+"""Explain FSDP units that were added, removed, regrouped, resized, or called more often."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from itertools import chain
+from typing import ClassVar
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.explanation.gradients import propose_buckets, propose_reductions
+from pytest_fsdp_comm.comm.explanation.evidence import Recordings, count_more_acts
 from pytest_fsdp_comm.comm.explanation.states import (
     Between,
     Content,
@@ -18,52 +20,63 @@ from pytest_fsdp_comm.comm.explanation.states import (
     Rows,
     State,
     calls_of,
-    forward_gathers,
+    count_calls_of_all_keys,
+    count_forward_gathers,
+    is_gather,
     is_of_parameters,
-    is_part,
     largest,
     sizes_of,
-    total_count,
+    template,
 )
-from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step, replaced
+from pytest_fsdp_comm.comm.explanation.steps import Part, Problem, Replaced, Step
+from pytest_fsdp_comm.comm.explanation.words import (
+    add_calls,
+    describe_calls,
+    describe_sizes,
+    name_modules,
+    name_times,
+)
 from pytest_fsdp_comm.comm.profile import RowKey
-
-# Note [Evidence of a proposal]: a `Replaced` step copies its rows from the new profile, so the rows
-# are right even if the sentence that users read is wrong. The function that proposes the step must
-# check everything that the sentence says (unchanged forward gathers, equal total bytes, unchanged
-# other units), because no later code checks it.
+from pytest_fsdp_comm.text.fqn import name_owners
 
 
-def propose_of_units(between: Between) -> Iterator[Step]:
-    """Propose changes in how some units are gathered and reduced."""
-    yield from _unit_sizes(between)
-    yield from _gathered_elsewhere(between)
-    yield from propose_reductions(between)
-    yield from _regrouped(between)
-    yield from _called(between)
-    yield from propose_buckets(between)
-    for propose in (_freed, _in_backward, _sharded, _split_off, _units):
-        for is_added in (False, True):
-            yield from propose(between, is_added=is_added)
+@dataclass(frozen=True, kw_only=True)
+class UnitSizes(Replaced):
+    """The parameters of units have other sizes."""
+
+    writes: ClassVar[Part] = "sizes"
+    sizes: Mapping[Owner, tuple[int, int]]
+    """Bytes of a gather in both recordings; 0 if the gathers of a unit differ."""
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        rows: dict[Owner, Mapping[RowKey, Rows]] = {}
+        for group in between.differences:
+            resized = _make_resized_rows(group.old, group.new)
+            rows.update(dict.fromkeys(group.owners if resized else (), resized))
+        if not rows:
+            return
+        sizes = {
+            owner: (between.state[owner].gathered_nbytes, between.target[owner].gathered_nbytes)
+            for owner in rows
+        }
+        # Change only the sizes, because rows copied from the target could also have new counts.
+        old_rows = {owner: between.state[owner].rows for owner in rows}
+        yield cls(rows=rows, old_rows=old_rows, sizes=sizes)
+
+    @property
+    def is_effect(self) -> bool:
+        return True
+
+    @property
+    def changes_units(self) -> bool:
+        return True
+
+    def describe(self, recordings: Recordings) -> str:
+        return f"unit sizes changed: {describe_sizes(self.sizes)} per gather"
 
 
-def _unit_sizes(between: Between) -> Iterator[Step]:
-    rows: dict[Owner, Mapping[RowKey, Rows]] = {}
-    for group in between.differences:
-        resized = _resized(group.old, group.new)
-        rows.update(dict.fromkeys(group.owners if resized else (), resized))
-    if not rows:
-        return
-    nbytes = {
-        owner: (between.state[owner].gathered_nbytes, between.target[owner].gathered_nbytes)
-        for owner in rows
-    }
-    # Change only the sizes, because rows copied from the target could also have new counts.
-    was = {owner: between.state[owner].rows for owner in rows}
-    yield Replaced(kind="unit sizes", rows=rows, was=was, facts={"sizes": nbytes})
-
-
-def _resized(old: Content, new: Content) -> dict[RowKey, Rows]:
+def _make_resized_rows(old: Content, new: Content) -> dict[RowKey, Rows]:
     """Return a unit's rows with new sizes; empty if the sizes on an axis have no common ratio."""
     gathers = old.gathers[Phase.FORWARD]
     if not gathers or old.rows.keys() != new.rows.keys():
@@ -80,151 +93,151 @@ def _resized(old: Content, new: Content) -> dict[RowKey, Rows]:
     if all(ratios[key.axis] == 1 for key in gathers):
         return {}
 
-    def resized(key: RowKey, call: Calls) -> Calls:
+    def resize(key: RowKey, call: Calls) -> Calls:
         ratio = ratios.get(key.axis, 1) if is_of_parameters(key, call) else 1
         return replace(call, nbytes=int(call.nbytes * ratio))
 
     return {
         key: tuple(
-            replace(row, calls=tuple(resized(key, call) for call in row.calls)) for row in rows
+            replace(row, calls=tuple(resize(key, call) for call in row.calls)) for row in rows
         )
         for key, rows in old.rows.items()
         if any(is_of_parameters(key, call) for call in calls_of(rows))
     }
 
 
-def _freed(between: Between, *, is_added: bool) -> Iterator[Step]:
-    def rows(less: Content, more: Content) -> list[RowKey]:
-        is_changed = (
-            more.gathers[Phase.BACKWARD]
-            and not less.gathers[Phase.BACKWARD]
-            and more.is_resharded
-            and not less.is_resharded
-            and _gathers_no_more(less, more)
+@dataclass(frozen=True, kw_only=True)
+class Sharded(Replaced):
+    """Replicated modules are sharded now, or the reverse."""
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        for is_added in (False, True):
+            # FSDP1 all-reduces unsharded gradients even over a group of one rank.
+            axes = between.axes[not is_added]
+            single_rank_axes = {axis.name for axis in axes if axis.size == 1}
+
+            def choose(
+                replicated: Content, sharded: Content, alone: set[str] = single_rank_axes
+            ) -> list[RowKey]:
+                is_alone = alone.issuperset(key.axis for key in replicated.reductions)
+                is_changed = _is_sharding(replicated, sharded) and not is_alone
+                return [*sharded.unit_rows, *replicated.unit_rows] if is_changed else []
+
+            keys = between.select(choose, is_added=is_added)
+            yield from cls.propose_copied_rows(between, keys, is_added=is_added)
+
+    def describe(self, recordings: Recordings) -> str:
+        who = name_modules(self.owners)
+        old, new = (
+            {key.axis for owner in self.owners for key in state[owner].gathers[Phase.FORWARD]}
+            for state in recordings.states
         )
-        return _rows_but_reductions(less, more) if is_changed else []
-
-    keys = between.select(rows, is_added=is_added)
-    yield from replaced(between, "freed", keys, is_added=is_added)
-
-
-def _gathered_elsewhere(between: Between) -> Iterator[Step]:
-    def rows(old: Content, new: Content) -> list[RowKey]:
-        before, after = ({key.axis for key in side.gathers[Phase.BACKWARD]} for side in (old, new))
-        is_moved = before and after and before != after
-        is_same = is_moved and _gathers_no_more(old, new) and _gathers_no_more(new, old)
-        return _rows_but_reductions(old, new) if is_same else []
-
-    yield from replaced(between, "gathered elsewhere", between.select(rows))
-
-
-def _rows_but_reductions(*sides: Content) -> list[RowKey]:
-    return [key for content in sides for key in content.unit_rows if key not in content.reductions]
-
-
-def _gathers_no_more(first: Content, second: Content) -> bool:
-    """Whether `first` has forward gathers, and `second` has all of them at least as often."""
-    # Counts may differ: a unit that stays unsharded is gathered only once for all micro-batches.
-    less, more = first.gathers[Phase.FORWARD], second.gathers[Phase.FORWARD]
-    return bool(less) and all(is_part(rows, more.get(key, ())) for key, rows in less.items())
-
-
-def _in_backward(between: Between, *, is_added: bool) -> Iterator[Step]:
-    def rows(without: Content, having: Content) -> list[RowKey]:
-        forward = having.gathers[Phase.FORWARD]
-        is_changed = (
-            forward
-            and forward == without.gathers[Phase.FORWARD]
-            and having.is_resharded
-            and without.is_resharded
-            and having.gathers[Phase.BACKWARD]
-            and not without.gathers[Phase.BACKWARD]
-            and without.reductions in ({}, having.reductions)
-        )
-        return [*having.unit_rows, *without.unit_rows] if is_changed else []
-
-    keys = between.select(rows, is_added=is_added)
-    less, more = between.sides(is_added=is_added)
-    reductions = {(bool(less[at].reductions), bool(more[at].reductions)) for at in keys}
-    # If recomputing the forward gathers a unit, backward need not gather it again.
-    sides = between.origin, between.target
-    is_again = any(side[at].gathers[Phase.RECOMPUTE] for side in sides for at in keys)
-    if len(reductions) != 1 or is_again:
-        return
-    was_reduced, is_reduced = reductions.pop()
-    yield from replaced(
-        between,
-        "gathered in backward" if was_reduced or not is_reduced else "used in backward",
-        keys,
-        is_added=is_added,
-        is_reduced=was_reduced,
-    )
-
-
-def _sharded(between: Between, *, is_added: bool) -> Iterator[Step]:
-    # FSDP1 all-reduces unsharded gradients even over a group of one rank.
-    single_rank_axes = {axis.name for axis in between.axes[not is_added] if axis.size == 1}
-
-    def rows(replicated: Content, sharded: Content) -> list[RowKey]:
-        is_alone = single_rank_axes.issuperset(key.axis for key in replicated.reductions)
-        is_changed = _is_sharding(replicated, sharded) and not is_alone
-        return [*sharded.unit_rows, *replicated.unit_rows] if is_changed else []
-
-    keys = between.select(rows, is_added=is_added)
-    yield from replaced(between, "sharded", keys, is_added=is_added)
+        if old and new:
+            # They were sharded before, but another step reports the old axes.
+            return (
+                f"{who} sharded over {', '.join(sorted(new))} instead of {', '.join(sorted(old))}"
+            )
+        if self.is_added:
+            gathered = "parameters gathered, gradients reduce-scattered"
+            return f"{who} sharded instead of replicated: {gathered}"
+        reduced = "gradients all-reduced, parameters no longer gathered"
+        return f"{who} replicated instead of sharded: {reduced}"
 
 
 def _is_sharding(replicated: Content, sharded: Content) -> bool:
-    was, now = sharded.reductions, replicated.reductions
+    old, new = sharded.reductions, replicated.reductions
     return (
         bool(sharded.gathers[Phase.FORWARD])
         and not replicated.gathers[Phase.FORWARD]
-        and {key.what for key in was} == {"reduce_scatter"}
-        and {key.what for key in now} == {"all_reduce"}
-        and total_count(was) == total_count(now)
+        and {key.what for key in old} == {"reduce_scatter"}
+        and {key.what for key in new} == {"all_reduce"}
+        and count_calls_of_all_keys(old) == count_calls_of_all_keys(new)
     )
 
 
 # If only one side has a unit, it was split off from its parent, was regrouped with other units, or
-# is new. Bytes tell these cases apart: `_split_off` and `_regrouped` require that gathers and
-# reductions have equal total bytes on both sides; `_units` requires that no other unit lost bytes.
-# If several cases apply, `Replaced.description_cost` makes the search prefer `_split_off`.
-def _split_off(between: Between, *, is_added: bool) -> Iterator[Step]:
-    large, small = between.sides(is_added=is_added)
-    # Modules that are units only in `small`, keyed by the closest unit above them in `large`.
-    children: defaultdict[str, list[str]] = defaultdict(list)
-    for owner in between.owners:
-        if owner and small[owner].gathers[Phase.FORWARD]:
-            parent = _unit_above(owner, large)
-            if parent is not None and not large[owner].gathers[Phase.FORWARD]:
-                children[parent].append(owner)
-    units = {
-        parent: modules
-        for parent, modules in children.items()
-        if _have_same_bytes([large[parent]], [small[owner] for owner in (parent, *modules)])
-    }
-    modules = tuple(chain.from_iterable(units.values()))
-    # Ignore units that stay unsharded, because they are gathered only once for all micro-batches.
-    other_count = max(
-        (
-            forward_gathers(content)
-            for state in (between.origin, between.target)
-            for owner, content in state.items()
-            if owner not in modules and not content.stays_unsharded
-        ),
-        default=0,
-    )
-    often = max((forward_gathers(between.target[module]) for module in modules), default=0)
-    is_called = is_added and 0 < other_count < often
-    yield from replaced(
-        between,
-        "split off",
-        {owner: _unit_keys(between, owner) for at in units for owner in (at, *units[at])},
-        is_added=is_added,
-        modules=modules,
-        parents=tuple(units),
-        times=often if is_called else 0,
-    )
+# is new. Bytes tell these cases apart: `SplitOff` and `Regrouped` require that gathers and
+# reductions have equal total bytes on both sides; `Gathered` requires that no other unit lost
+# bytes. If several cases apply, `description_cost` makes the search prefer `SplitOff`.
+@dataclass(frozen=True, kw_only=True)
+class SplitOff(Replaced):
+    """Modules became units of their own, or were merged into the unit above."""
+
+    modules: tuple[str, ...]
+    parents: tuple[str, ...]
+    times: int
+    """How often forward gathers the modules now, if that is more often than all other units."""
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        for is_added in (False, True):
+            yield from cls._propose_one_direction(between, is_added=is_added)
+
+    @classmethod
+    def _propose_one_direction(cls, between: Between, *, is_added: bool) -> Iterator[Step]:
+        large, small = between.sides(is_added=is_added)
+        # Modules that are units only in `small`, keyed by the closest unit above them in `large`.
+        children: defaultdict[str, list[str]] = defaultdict(list)
+        for owner in between.owners:
+            if owner and small[owner].gathers[Phase.FORWARD]:
+                parent = _unit_above(owner, large)
+                if parent is not None and not large[owner].gathers[Phase.FORWARD]:
+                    children[parent].append(owner)
+        units = {
+            parent: modules
+            for parent, modules in children.items()
+            if _have_same_bytes([large[parent]], [small[owner] for owner in (parent, *modules)])
+        }
+        modules = tuple(chain.from_iterable(units.values()))
+        # Ignore units that stay unsharded: they are gathered only once for all micro-batches.
+        other_count = max(
+            (
+                count_forward_gathers(content)
+                for state in (between.origin, between.target)
+                for owner, content in state.items()
+                if owner not in modules and not content.stays_unsharded
+            ),
+            default=0,
+        )
+        often = max(
+            (count_forward_gathers(between.target[module]) for module in modules), default=0
+        )
+        is_called = is_added and 0 < other_count < often
+        owners = chain.from_iterable((parent, *units[parent]) for parent in units)
+        keys: dict[Owner, list[RowKey]] = {owner: _unit_keys(between, owner) for owner in owners}
+        yield from cls.propose_copied_rows(
+            between,
+            keys,
+            is_added=is_added,
+            modules=modules,
+            parents=tuple(units),
+            times=often if is_called else 0,
+        )
+
+    @property
+    def sending_owners(self) -> tuple[Owner, ...]:
+        return self.modules
+
+    @property
+    def changes_units(self) -> bool:
+        return True
+
+    @property
+    def is_regression(self) -> bool:
+        return self.is_added
+
+    def describe(self, recordings: Recordings) -> str:
+        parts = name_modules(self.modules)
+        parents = f"unit{'s' * (len(self.parents) > 1)} {name_owners(self.parents)}"
+        if not self.is_added:
+            return f"{parts} merged into {parents}"
+        times = f", gathered {self.times} times in forward" if self.times else ""
+        calls = describe_calls(self, recordings, is_gather, owners=self.modules)
+        return add_calls(f"{parts} split off from {parents}{times}", calls)
+
+    def find_cause(self, recordings: Recordings) -> str:
+        return _explain_more_calls(self, recordings) if self.times else ""
 
 
 def _unit_keys(between: Between, owner: Owner) -> list[RowKey]:
@@ -258,102 +271,291 @@ def _have_same_bytes(*sides: Sequence[Content]) -> bool:
     return len(gathered) == len(reduced) == 1
 
 
-def _regrouped(between: Between) -> Iterator[Step]:
-    old, new = (
-        {
-            owner: state[owner].gathered_nbytes
-            for owner in between.owners
-            if owner is not None and state[owner].gathers[Phase.FORWARD]
-        }
-        for state in (between.state, between.target)
-    )
-    owners = [owner for owner in {**old, **new} if old.get(owner) != new.get(owner)]
-    removed = [owner for owner in owners if owner in old]
-    added = [owner for owner in owners if owner in new]
-    if (
-        not (set(removed) <= set(added) or set(added) <= set(removed))
-        and _have_same_bytes(
-            [between.state[owner] for owner in removed], [between.target[owner] for owner in added]
+@dataclass(frozen=True, kw_only=True)
+class Regrouped(Replaced):
+    """The same parameters are spread over other units."""
+
+    removed: tuple[Owner, ...]
+    added: tuple[Owner, ...]
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        old, new = (
+            {
+                owner: state[owner].gathered_nbytes
+                for owner in between.owners
+                if owner is not None and state[owner].gathers[Phase.FORWARD]
+            }
+            for state in (between.state, between.target)
         )
-        and _policies(between.state, removed) == _policies(between.target, added)
-    ):
-        yield from replaced(
-            between,
-            "regrouped",
-            {owner: _unit_keys(between, owner) for owner in owners},
-            removed=tuple(removed),
-            added=tuple(added),
-        )
+        owners = [owner for owner in {**old, **new} if old.get(owner) != new.get(owner)]
+        removed = [owner for owner in owners if owner in old]
+        added = [owner for owner in owners if owner in new]
+        if (
+            not (set(removed) <= set(added) or set(added) <= set(removed))
+            and _have_same_bytes(
+                [between.state[owner] for owner in removed],
+                [between.target[owner] for owner in added],
+            )
+            and _list_unit_policies(between.state, removed)
+            == _list_unit_policies(between.target, added)
+        ):
+            keys: dict[Owner, list[RowKey]] = {
+                owner: _unit_keys(between, owner) for owner in owners
+            }
+            yield from cls.propose_copied_rows(
+                between, keys, removed=tuple(removed), added=tuple(added)
+            )
+
+    @cached_property
+    def description_cost(self) -> float:
+        return super().description_cost + 0.5  # the sentence says little
+
+    @property
+    def changes_units(self) -> bool:
+        return True
+
+    def describe(self, recordings: Recordings) -> str:
+        change = f"{name_modules(self.removed)} -> {name_modules(self.added)}"
+        return f"units regrouped, same parameter bytes in total: {change}"
 
 
-def _policies(state: State, units: Iterable[Owner]) -> set[tuple[bool, int]]:
+def _list_unit_policies(state: State, units: Iterable[Owner]) -> set[tuple[bool, int]]:
     """Return the pairs (stays unsharded, number of forward gathers) of all units but the root."""
-    return {(state[unit].stays_unsharded, forward_gathers(state[unit])) for unit in units if unit}
+    return {
+        (state[unit].stays_unsharded, count_forward_gathers(state[unit])) for unit in units if unit
+    }
 
 
-def _called(between: Between) -> Iterator[Step]:
-    def rows(old: Content, new: Content) -> list[RowKey]:
-        before, after = old.gathers[Phase.FORWARD], new.gathers[Phase.FORWARD]
-        is_changed = (
-            before.keys() == after.keys()
-            and before != after
-            # A unit that stays unsharded is gathered only once, however often it is called.
-            and not new.stays_unsharded
-            and all(_sizes(before[key]) == _sizes(after[key]) for key in before)
+@dataclass(frozen=True, kw_only=True)
+class Called(Replaced):
+    """Forward gathers some units more or less often, and all others as before."""
+
+    times: Mapping[Owner, int]
+    """How often forward gathers each unit now."""
+    other_units: int
+    """How often forward gathers the other units, at most."""
+    is_called: bool
+    """Whether calls explain the gathers: no pipeline, and more gathers than other units have."""
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        keys = between.select(_find_keys_if_counts_changed)
+        # All other units must have unchanged gathers, except units that stay unsharded.
+        other_units = [
+            (content.gathers[Phase.FORWARD], between.target[owner].gathers[Phase.FORWARD])
+            for owner, content in between.state.items()
+            if owner not in keys and content.gathers[Phase.FORWARD] and not content.stays_unsharded
+        ]
+        if not other_units or any(old != new for old, new in other_units):
+            return
+        most = max(count_calls_of_all_keys(gathers) for gathers, _ in other_units)
+        old, new = (
+            {owner: count_forward_gathers(state[owner]) for owner in keys}
+            for state in (between.state, between.target)
         )
-        return [*old.unit_rows, *new.unit_rows] if is_changed else []
+        # With pipelines, gathers depend on the schedule, not on how often a unit is called.
+        is_called = all(key.what not in {"send", "recv"} for key in between.state.row_keys())
+        is_called &= max(new.values(), default=0) > most and sum(new.values()) > sum(old.values())
+        yield from cls.propose_copied_rows(
+            between, keys, times=new, other_units=most, is_called=is_called
+        )
 
-    keys = between.select(rows)
-    # All other units must have unchanged gathers, except units that stay unsharded.
-    other_units = [
-        (content.gathers[Phase.FORWARD], between.target[owner].gathers[Phase.FORWARD])
-        for owner, content in between.state.items()
-        if owner not in keys and content.gathers[Phase.FORWARD] and not content.stays_unsharded
-    ]
-    if not other_units or any(was != now for was, now in other_units):
-        return
-    most = max(total_count(gathers) for gathers, _ in other_units)
-    was, now = (
-        {owner: forward_gathers(state[owner]) for owner in keys}
-        for state in (between.state, between.target)
+    @property
+    def changes_units(self) -> bool:
+        return True
+
+    @property
+    def is_regression(self) -> bool:
+        return True
+
+    def describe(self, recordings: Recordings) -> str:
+        who = name_modules(self.owners)
+        _, new = recordings.states
+        counts_of_others = {
+            count_forward_gathers(content)
+            for owner, content in new.items()
+            if owner not in self.rows
+        } - {0}
+        others = ""
+        if len(counts_of_others) == 1:
+            others = f", other units {name_times(*counts_of_others)}"
+        owners: defaultdict[int, list[Owner]] = defaultdict(list)
+        for owner in self.owners:
+            owners[self.times[owner]].append(owner)
+        if owners.keys() == {self.other_units} == counts_of_others:
+            old, _ = recordings.states
+            counts = {count_forward_gathers(old[owner]) for owner in self.owners}
+            # If ranks differ, the counts may be equal, and only the ranks changed.
+            is_same = counts == {self.other_units}
+            before = "" if is_same else f"{'/'.join(map(str, sorted(counts)))} -> "
+            return (
+                f"{who} gathered {before}{self.other_units} times in forward, like the other units"
+            )
+        if len(owners) == 1:
+            (count,) = owners
+            return f"{who} gathered {name_times(count)} in forward{others}"
+        units = [
+            f"{name_modules(group)} {name_times(count)}" for count, group in sorted(owners.items())
+        ]
+        return f"gathered in forward: {', '.join(units)}{others}"
+
+    def find_cause(self, recordings: Recordings) -> str:
+        return _explain_more_calls(self, recordings) if self.is_called else ""
+
+
+def _find_keys_if_counts_changed(old: Content, new: Content) -> list[RowKey]:
+    before, after = old.gathers[Phase.FORWARD], new.gathers[Phase.FORWARD]
+    is_changed = (
+        before.keys() == after.keys()
+        and before != after
+        # A unit that stays unsharded is gathered only once, however often it is called.
+        and not new.stays_unsharded
+        and all(_list_call_sizes(before[key]) == _list_call_sizes(after[key]) for key in before)
     )
-    # With pipeline parallelism, gathers depend on the schedule, not on how often a unit is called.
-    is_called = all(key.what not in {"send", "recv"} for key in between.state.row_keys())
-    is_called &= max(now.values(), default=0) > most and sum(now.values()) > sum(was.values())
-    yield from replaced(between, "called", keys, times=now, other_units=most, is_called=is_called)
+    return [*old.unit_rows, *new.unit_rows] if is_changed else []
 
 
-def _sizes(rows: Rows) -> set[int]:
+def _list_call_sizes(rows: Rows) -> set[int]:
     return {call.nbytes for call in calls_of(rows)}
 
 
-def _units(between: Between, *, is_added: bool) -> Iterator[Step]:
-    without, having = between.sides(is_added=is_added)
-    if any(having[at].gathered_nbytes < without[at].gathered_nbytes for at in between.changed):
-        return
+@dataclass(frozen=True, kw_only=True)
+class Gathered(Replaced):
+    """Units are gathered that were not gathered before, or no longer are."""
 
-    def rows(less: Content, more: Content) -> Iterable[RowKey]:
-        is_new = more.gathers[Phase.FORWARD] and not less.unit_rows
-        return more.unit_rows if is_new else ()
+    is_reduced: bool
+    """Whether their gradients are reduced too."""
 
-    keys = between.select(rows, is_added=is_added)
-    # No other unit may be added or removed, unless `_sharded` reports it.
-    if any(
-        having[owner].gathers[Phase.FORWARD] and not without[owner].gathers[Phase.FORWARD]
-        for owner in between.owners
-        if owner not in keys and not _is_sharding(without[owner], having[owner])
-    ):
-        return
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        for is_added in (False, True):
+            yield from cls._propose_one_direction(between, is_added=is_added)
 
-    other_units = {at for at, unit in without.items() if unit.gathers[Phase.FORWARD]} - keys.keys()
-    # Other units may be gathered differently in backward, if they now stay unsharded.
-    is_regathered = any(
-        between.origin.get(owner, between.state[owner]).gathers[Phase.BACKWARD]
-        != between.target[owner].gathers[Phase.BACKWARD]
-        for owner in other_units
+    @classmethod
+    def _propose_one_direction(cls, between: Between, *, is_added: bool) -> Iterator[Step]:
+        without, having = between.sides(is_added=is_added)
+        if any(
+            having[owner].gathered_nbytes < without[owner].gathered_nbytes
+            for owner in between.changed
+        ):
+            return
+
+        def choose(less: Content, more: Content) -> Iterable[RowKey]:
+            is_new = more.gathers[Phase.FORWARD] and not less.unit_rows
+            return more.unit_rows if is_new else ()
+
+        keys = between.select(choose, is_added=is_added)
+        # No other unit may be added or removed, unless `Sharded` reports it.
+        if any(
+            having[owner].gathers[Phase.FORWARD] and not without[owner].gathers[Phase.FORWARD]
+            for owner in between.owners
+            if owner not in keys and not _is_sharding(without[owner], having[owner])
+        ):
+            return
+        is_reduced = any(having[owner].reductions for owner in keys)
+        yield from cls.propose_copied_rows(between, keys, is_added=is_added, is_reduced=is_reduced)
+
+    def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
+        return is_gather(key, call) and key.phase is Phase.FORWARD
+
+    @cached_property
+    def description_cost(self) -> float:
+        return super().description_cost + 0.5  # the sentence says little
+
+    @property
+    def changes_units(self) -> bool:
+        return True
+
+    @property
+    def reports_other_units(self) -> bool:
+        return True
+
+    def find_problem(self, recordings: Recordings) -> Problem | None:
+        is_lost = self.is_reduced and not self.is_added
+        return "unreduced" if is_lost and not self._is_still_unit(recordings) else None
+
+    def _is_still_unit(self, recordings: Recordings) -> bool:
+        """Whether the trees show that modules without gathers are still units."""
+        is_unit = recordings.trees is not None and recordings.trees.has_units(self.owners)
+        return is_unit and not self.is_added
+
+    def find_cause(self, recordings: Recordings) -> str:
+        if self.is_reduced and self._is_still_unit(recordings):
+            return "not called in this step: they are still units, as the tree shows"
+        return ""
+
+    @property
+    def is_regression(self) -> bool:
+        return not self.is_added
+
+    def describe(self, recordings: Recordings) -> str:
+        who, others = name_modules(self.owners), self._describe_others(recordings)
+        if self._can_still_be_unsharded(recordings):
+            return f"{who} no longer gathered in this step: not run, or gathered before it"
+        if not self.is_added:
+            reduced = " or reduced" if self.is_reduced else ""
+            gathers = f", gathers of {others}" if others else ""
+            return f"{who} no longer gathered{reduced}{gathers}"
+        if self.owners == (None,):
+            who = "units outside the recorded model"
+        gathers = f", {others}" if others else ""
+        return add_calls(
+            f"{who} now gathered{' and reduced' * self.is_reduced}{gathers}",
+            describe_calls(self, recordings, is_gather),
+        )
+
+    def _can_still_be_unsharded(self, recordings: Recordings) -> bool:
+        """Whether the units are reduced and hold their parameters, but are not gathered."""
+        trees = recordings.trees
+        is_unit = trees is None or trees.has_units(self.owners)
+        if self.is_added or self.is_reduced or not is_unit:
+            return False
+        # The peak counts parameters that were gathered before the recording began.
+        old, new = (
+            max((peak.nbytes for peak in side.peaks), default=0) for side in recordings.sides
+        )
+        return 0 < old <= new
+
+    def _describe_others(self, recordings: Recordings) -> str:
+        """Return ``other units unchanged``, if that is true and there are other units."""
+
+        def is_of_others(key: RowKey, call: Calls, owner: Owner) -> bool:
+            return owner not in self.rows and is_gather(key, call)
+
+        old, _ = recordings.states
+        if not any(
+            is_of_others(key, call, owner)
+            for owner, content in old.items()
+            for key, call in content.calls()
+        ):
+            return ""
+        if recordings.is_unchanged(is_of_others):
+            return "other units unchanged"
+        is_same_forward = recordings.is_unchanged(
+            lambda key, call, owner: key.phase is Phase.FORWARD and is_of_others(key, call, owner)
+        )
+        return "other units unchanged in forward" if is_same_forward else ""
+
+
+def _explain_more_calls(step: Replaced, recordings: Recordings) -> str:
+    more = count_more_acts(recordings, Phase.FORWARD, "unshard")
+    # Ignore gathers in backward: calling a unit without a backward changes what is prefetched.
+    is_reduced, is_resharded = (
+        any(acts[owner] == more[owner] > 0 for owner in step.owners)
+        for act in ("reduce_scatter", "reshard")
+        for acts in [count_more_acts(recordings, Phase.BACKWARD, act)]
     )
-    unchanged = ("unchanged in forward" if is_regathered else "unchanged") if other_units else ""
-    is_reduced = any(having[owner].reductions for owner in keys)
-    yield from replaced(
-        between, "unit", keys, is_added=is_added, other_units=unchanged, is_reduced=is_reduced
-    )
+    if is_reduced:
+        return "the unit runs several times, each time with a backward that reduces its gradients"
+    if is_resharded:
+        return (
+            "called several times in one forward, e.g. by a chunked loss: call unshard() once "
+            "before, or leave it in its parent's unit"
+        )
+    again = "the unit runs again without a backward, e.g. under no_grad()"
+    # In a list of layers, only the first layer may have inputs that require no gradients.
+    lists = Counter(template(owner) for owner in step.owners if owner is not None)
+    if any("*" in name and number > 1 for name, number in lists.items()):
+        return again
+    return f"{again}, or is called several times on inputs that need no gradient"

@@ -18,10 +18,15 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any, Final
 
 from pytest_fsdp_comm.gathering import Exchange
-from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack, with_source
+from pytest_fsdp_comm.ranks.hangs.stacks import (
+    StackFrame,
+    add_source,
+    drop_start_frames,
+    show_stack,
+)
 from pytest_fsdp_comm.ranks.wire import channel
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 from pytest_fsdp_comm.ranks.wire.messages import PositionAnswer, PositionQuestion
 from pytest_fsdp_comm.ranks.wire.results import Activity, GroupPosition, IssuedCollective, Position
 
@@ -52,15 +57,15 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = [frame for frame, _ in traceback.walk_stack(main)] if main else []
     raised = _reported_exception(frames)
-    stack = _stack(frames) if raised is None else _raising_frames(raised)
-    user, is_recorded = _innermost_user_frame(stack), not any(map(_is_unrecorded, frames))
+    stack = _make_stack(frames) if raised is None else _raising_frames(raised)
+    user, is_recorded = _innermost_user_frame(stack), not any(map(_is_unrecorded_wait, frames))
     waits = is_waiting(stack)
     return Position(
         site=user.site if user else "",
         code=user.code if user and raised is None else "",
         stack=show_stack(stack),
-        module=_module(frames),
-        groups=_groups(
+        module=_find_running_module_fqn(frames),
+        groups=_read_group_positions(
             since_ns,
             frames,
             waits=is_recorded and waits,
@@ -74,12 +79,13 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
             for frame in frames
         ),
         is_waiting=waits or not is_recorded,
-        is_reporting=raised is not None or (is_recorded and any(map(_is_comparing, frames))),
+        is_reporting=raised is not None
+        or (is_recorded and any(map(_is_comparing_or_reporting, frames))),
     )
 
 
-def _stack(frames: Iterable[FrameType]) -> list[StackFrame]:
-    return of_test(_stack_frame(frame.f_code, frame.f_lineno) for frame in frames)
+def _make_stack(frames: Iterable[FrameType]) -> list[StackFrame]:
+    return drop_start_frames(_stack_frame(frame.f_code, frame.f_lineno) for frame in frames)
 
 
 def _innermost_user_frame(stack: Iterable[StackFrame]) -> StackFrame | None:
@@ -97,7 +103,7 @@ def is_waiting(stack: Sequence[StackFrame]) -> bool:
 
 def _stack_frame(code: CodeType, line: int | None) -> StackFrame:
     frame = StackFrame(path=code.co_filename, line=line or 0, name=code.co_name)
-    return with_source(frame) if frame.is_users else frame
+    return add_source(frame) if frame.is_users else frame
 
 
 def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
@@ -114,7 +120,7 @@ def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
     return None
 
 
-def _is_comparing(frame: FrameType) -> bool:
+def _is_comparing_or_reporting(frame: FrameType) -> bool:
     """Return whether a frame compares snapshots, formats a failure or saves coverage data."""
     module: str = frame.f_globals.get("__name__", "")
     return (
@@ -133,9 +139,9 @@ def _raising_frames(error: BaseException) -> list[StackFrame]:
     return frames
 
 
-def raised_at(error: BaseException) -> str:
+def find_raise_site(error: BaseException) -> str:
     """Return where user code raised an error, as ``path:line in function``; "" if unknown."""
-    user = _innermost_user_frame(of_test(_raising_frames(error)))
+    user = _innermost_user_frame(drop_start_frames(_raising_frames(error)))
     return user.site if user else ""
 
 
@@ -143,15 +149,28 @@ def _is_c10d(frame: FrameType) -> bool:
     return frame.f_code.co_filename.endswith("distributed_c10d.py")
 
 
-def _is_unrecorded(frame: FrameType) -> bool:
+def _is_unrecorded_wait(frame: FrameType) -> bool:
     """Return whether a frame waits for other ranks in a call that the flight recorder misses."""
     code = frame.f_code
-    return code is Exchange._await.__code__ or (_is_c10d(frame) and code.co_name in _UNSEEN)
+    return code is Exchange._wait_for_text.__code__ or (_is_c10d(frame) and code.co_name in _UNSEEN)
 
 
-def _module(frames: Sequence[FrameType]) -> str:
+def is_imported(*names: str) -> bool:
+    """Return whether modules are imported completely.
+
+    While the main thread imports torch, an import on this thread would make both imports fail.
+    """
+    modules = [sys.modules.get(name) for name in names]
+    # importlib sets this attribute during an import (checked in CPython 3.11 to 3.13).
+    return all(
+        module is not None and not getattr(module.__spec__, "_initializing", False)
+        for module in modules
+    )
+
+
+def _find_running_module_fqn(frames: Sequence[FrameType]) -> str:
     """Return the FQN of the module whose forward, or of the FSDP unit whose hook, is running."""
-    if "torch" not in sys.modules:
+    if not is_imported("torch"):
         return ""
     from pytest_fsdp_comm.recording.owners.stack import called_module  # noqa: PLC0415  # loads torch
 
@@ -171,15 +190,15 @@ def _module(frames: Sequence[FrameType]) -> str:
     return next((name for name, child in outermost.named_modules() if child is innermost), "")
 
 
-def _groups(
+def _read_group_positions(
     since_ns: int, frames: Sequence[FrameType], *, waits: bool, is_limited: bool
 ) -> tuple[GroupPosition, ...]:
-    if "torch.distributed" not in sys.modules:
+    if not is_imported("torch", "torch.distributed"):
         return ()
     from pytest_fsdp_comm.recording.active import owners_so_far  # noqa: PLC0415  # loads torch
-    from pytest_fsdp_comm.recording.flight_recorder import flown  # noqa: PLC0415  # as above
+    from pytest_fsdp_comm.recording.flight_recorder import read_flights  # noqa: PLC0415  # as above
 
-    flights, _ = flown(since_ns)
+    flights, _ = read_flights(since_ns)
     owners = owners_so_far()
     # The main thread can be waiting for a collective that one of autograd's native threads called,
     # but not for a collective that another Python thread called.
@@ -212,7 +231,7 @@ def _groups(
                 timeout_s=0.0 if is_limited else flight.timeout_s,
             )
         )
-    ranks, axes = _ranks_and_axes()
+    ranks, axes = _ranks_and_axes_of_groups()
     # Include groups on which this rank has called nothing: its peers may be waiting for it there.
     return tuple(
         GroupPosition(
@@ -226,7 +245,7 @@ def _groups(
     )
 
 
-def _ranks_and_axes() -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, bool]]]:
+def _ranks_and_axes_of_groups() -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, bool]]]:
     """Return the ranks of each group, oldest group first, and the mesh axes of the groups."""
     # The main thread may create or destroy groups at the same time, so ignore errors.
     from torch import distributed as dist  # noqa: PLC0415  # loaded already
@@ -258,22 +277,25 @@ class Watchdog:
         # it, so the main thread has to receive it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            _thread.start_new_thread(self._answer, ())
+            _thread.start_new_thread(self._answer_until_hangup, ())
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def begin_test(self) -> None:
         self._began_ns = time.time_ns()
 
-    def _answer(self) -> None:
+    def read_position(self, *, with_groups: bool = True) -> Position:
+        return read_position(self._began_ns, with_groups=with_groups)
+
+    def _answer_until_hangup(self) -> None:
         with contextlib.suppress(OSError):  # the supervisor has hung up
             while (question := self._channel.receive()) is not None:
                 try:
-                    position = read_position(self._began_ns, with_groups=question.with_groups)
+                    position = self.read_position(with_groups=question.with_groups)
                 except Exception:  # noqa: BLE001  # a hang is reported even without a position
                     position = Position(site="")
                 self._channel.send(PositionAnswer(number=question.number, position=position))
         if self._ends_process:
             # Give the main thread time to print why this process ends.
-            time.sleep(under_load(_LAST_S))
+            time.sleep(extend_under_load(_LAST_S))
             os._exit(1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from pytest_fsdp_comm.recording.frames import PACKAGE, whose
+from pytest_fsdp_comm.recording.frames import PACKAGE, find_author
 from pytest_fsdp_comm.text.words import show_path
 
 _PAUSE_S = 0.005
@@ -41,7 +41,7 @@ class StackFrame:
     @property
     def is_users(self) -> bool:
         """Whether the frame is user code, not code of an installed package or a test runner."""
-        return whose(self.path) == "user" and not is_runner(self.path)
+        return find_author(self.path) == "user" and not is_runner(self.path)
 
     @property
     def site(self) -> str:
@@ -50,22 +50,22 @@ class StackFrame:
 
 def is_runner(path: str) -> bool:
     """Return whether a file belongs to pytest or one of its plugins, including this plugin."""
-    return whose(path) == "ours" or _RUNNERS.search(path) is not None
+    return find_author(path) == "ours" or _RUNNERS.search(path) is not None
 
 
-def of_test(frames: Iterable[StackFrame]) -> list[StackFrame]:
+def drop_start_frames(frames: Iterable[StackFrame]) -> list[StackFrame]:
     """Drop the outermost frames, which only start the rank; `frames` begin with the innermost."""
     return list(itertools.takewhile(lambda frame: frame.path != _ENTRY, frames))
 
 
-def with_source(frame: StackFrame) -> StackFrame:
+def add_source(frame: StackFrame) -> StackFrame:
     """Return a copy of a frame with its line of source code, truncated if it is long."""
     line = " ".join(linecache.getline(frame.path, frame.line).split())
     is_long = len(line) > _LONGEST_CODE
     return replace(frame, code=f"{line[: _LONGEST_CODE - 3]}..." if is_long else line)
 
 
-def with_code(site: str, code: str) -> str:
+def append_code(site: str, code: str) -> str:
     """Append the line of source code to a site: ``model.py:9 in forward: lock.acquire()``."""
     return f"{site}: {code}" if site and code else site
 
@@ -74,7 +74,7 @@ def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
     """Format the frames of user code, innermost first, then the innermost library call."""
     users = [frame for frame in frames if frame.is_users]
     lines = [frame.site for frame in users]
-    lines[:1] = [with_code(frame.site, frame.code) for frame in users[:1]]
+    lines[:1] = [append_code(frame.site, frame.code) for frame in users[:1]]
     omitted = len(lines) - _INNERMOST_FRAMES - _OUTERMOST_FRAMES
     if omitted > 1:
         lines[_INNERMOST_FRAMES:-_OUTERMOST_FRAMES] = [f"... {omitted} more calls ..."]
@@ -106,7 +106,7 @@ def read_dump(path: Path, *, until: float) -> list[StackFrame]:
 
 def parse_dump(text: str) -> list[StackFrame]:
     """Parse the frames in a dump of `faulthandler`."""
-    return of_test(
-        with_source(StackFrame(path=match["path"], line=int(match["line"]), name=match["name"]))
+    return drop_start_frames(
+        add_source(StackFrame(path=match["path"], line=int(match["line"]), name=match["name"]))
         for match in _FRAME.finditer(text)
     )

@@ -7,15 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
-from pytest_fsdp_comm.ranks.hangs.stacks import with_code
+from pytest_fsdp_comm.comm.divergence import first_difference
+from pytest_fsdp_comm.ranks.hangs.stacks import append_code
 from pytest_fsdp_comm.ranks.wire.results import Activity, GroupPosition, IssuedCollective, Position
-from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
+from pytest_fsdp_comm.text.rank_lists import (
+    group_ranks_by_text,
+    group_rarest_texts_first,
+    name_ranks,
+)
 from pytest_fsdp_comm.text.words import show_nbytes
 
-# The report should fit on a screen, so ranks in the same state share a line. If there are still too
-# many lines, only the rarest states are listed: the rank that all others are waiting for is usually
-# the only one in its state.
-_MOST_WAYS: Final = 4
 _MOST_STALLS: Final = 3
 # Prefixes of collectives whose inputs must have the same shape on all ranks.
 _EQUAL_SIZES: Final = ("all_reduce", "all_gather", "allgather", "reduce", "broadcast")
@@ -42,24 +43,24 @@ def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> lis
     Return no lines if no rank is waiting, or if a rank is waiting for one of the `blamed` ranks,
     whose failure explains the hang.
     """
-    stalls = [*_stalls(positions)]
-    reached = _reached(stalls)
+    stalls = [*_find_stalls(positions)]
+    reached = _find_awaited_ranks(stalls)
     guilty = set().union(*reached.values()) - reached.keys()
     if guilty & {*blamed}:
         return []
-    lines = [*_cause(reached, guilty, positions)]
+    lines = [*_describe_cause(reached, guilty, positions)]
     # Parallel groups of a mesh usually wait in the same collective, so explain them together.
     by_collective: defaultdict[str, list[_Stall]] = defaultdict(list)
     for stall in sorted(stalls, key=lambda stall: not stall.missing & guilty):
         by_collective[stall.collective].append(stall)
     folded = list(by_collective.values())
     for parallel in folded[:_MOST_STALLS]:
-        lines += _explain(parallel, reached)
+        lines += _explain_stalls(parallel, reached)
     unlisted = [stall for parallel in folded[_MOST_STALLS:] for stall in parallel]
     ranks = {rank for stall in unlisted for rank in stall.waiting}
     if ranks:
         count = len(folded) - _MOST_STALLS
-        lines.append(_fill(f"{{ranks}} {{waits}} in {count} other collectives", [*ranks]))
+        lines.append(_fill_template(f"{{ranks}} {{waits}} in {count} other collectives", [*ranks]))
     return lines
 
 
@@ -69,7 +70,7 @@ def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
     groupless = tuple(rank for rank in ended if not positions[rank].groups)
     joining = [rank for rank, at in positions.items() if at.is_joining and groupless]
     stranded: Stranded = dict.fromkeys(joining, ("the process group", groupless))
-    for group in _groups(positions):
+    for group in _merge_groups(positions):
         # A position lists only the last collectives, so a rank may have called a collective that
         # its position does not list. Compare the number of the rank's last call instead.
         last = {rank: max(group.calls.get(rank, {}), default=0) for rank in ended}
@@ -84,16 +85,18 @@ def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
 
 def explain_mismatch(positions: _Positions, failed: Iterable[int]) -> str:
     """Explain how the last calls of `failed` ranks differ from other ranks' calls; "" if equal."""
-    for group in _groups(positions):
+    for group in _merge_groups(positions):
         calls = [call for rank in failed for call in group.calls.get(rank, {}).values()]
         for seq in sorted({call.seq for call in calls if call.is_last}):
             collective, by_rank = f"#{seq} of {group.label}", group.calls_of(seq)
-            if _difference(collective, by_rank):
-                return _mismatch(collective, by_rank, positions)
+            if _describe_difference(collective, by_rank):
+                return _describe_mismatch(collective, by_rank, positions)
     return ""
 
 
-def _mismatch(collective: str, calls: Mapping[int, IssuedCollective], positions: _Positions) -> str:
+def _describe_mismatch(
+    collective: str, calls: Mapping[int, IssuedCollective], positions: _Positions
+) -> str:
     kinds = {call.kind for call in calls.values()}
     called = f"called {min(kinds)}" if len(kinds) == 1 else "called"
     sent = {
@@ -104,27 +107,17 @@ def _mismatch(collective: str, calls: Mapping[int, IssuedCollective], positions:
     }
     sites = {positions[rank].site for rank, call in calls.items() if call.is_last} - {""}
     at = f" at {min(sites)}" if len(sites) == 1 else ""
-    (first, text), *others = _rarest(sent, "in {} other ways")
+    (first, text), *others = group_rarest_texts_first(sent, "in {} other ways")
     parts = [f"{name_ranks(ranks)} {text}" for ranks, text in others]
     start = ", ".join([f"{name_ranks(first)} {called} {text}", *parts])
     return f"{start}: mismatch in {collective}{at}"
 
 
-def _rarest(texts: Mapping[int, str], others: str) -> list[tuple[list[int], str]]:
-    """Group ranks by text, smallest group first; merge surplus groups under the text `others`."""
-    folded = sorted(fold_equal(texts), key=lambda fold: len(fold[0]))
-    if len(folded) <= _MOST_WAYS:
-        return folded
-    listed, merged = folded[: _MOST_WAYS - 1], folded[_MOST_WAYS - 1 :]
-    ranks = sorted(rank for group, _ in merged for rank in group)
-    return [*listed, (ranks, others.format(len(merged)))]
-
-
 def list_stacks(stacks: Mapping[int, str], title: str) -> list[str]:
     """Format the stack of each rank ("" if unknown) under a title such as ``{ranks} {is} at:``."""
     lines = []
-    for ranks, stack in sorted(_rarest(stacks, "{} other places")):
-        lines.append(_fill(title, ranks))
+    for ranks, stack in sorted(group_rarest_texts_first(stacks, "{} other places")):
+        lines.append(_fill_template(title, ranks))
         lines += [f"    {line}" for line in (stack or "position unknown").splitlines()]
     return lines
 
@@ -136,7 +129,7 @@ class _Stall:
     collective: str
     """The collective in words, such as ``#2 of dp``; parallel groups of a mesh share it."""
     waiting: Mapping[int, str]
-    """For each waiting rank: what it is doing, as a template for `_fill`."""
+    """For each waiting rank: what it is doing, as a template for `_fill_template`."""
     missing: frozenset[int]
     """The ranks that the waiting ranks are waiting for."""
     absent: Mapping[int, tuple[str, str]]
@@ -153,7 +146,7 @@ class _Stall:
 # is part of a circle if it reaches itself but no guilty rank.
 
 
-def _reached(stalls: Iterable[_Stall]) -> dict[int, set[int]]:
+def _find_awaited_ranks(stalls: Iterable[_Stall]) -> dict[int, set[int]]:
     """Return, for each waiting rank, the ranks that it is waiting for, directly or indirectly."""
     reached: defaultdict[int, set[int]] = defaultdict(set)
     for stall in stalls:
@@ -165,24 +158,24 @@ def _reached(stalls: Iterable[_Stall]) -> dict[int, set[int]]:
     return dict(reached)
 
 
-def _cause(
+def _describe_cause(
     reached: Mapping[int, set[int]], guilty: set[int], positions: _Positions
 ) -> Iterator[str]:
-    doing = {rank: f"which {_doing(positions.get(rank))}" for rank in guilty}
+    doing = {rank: f"which {_describe_activity(positions.get(rank))}" for rank in guilty}
     previous: list[int] = []
-    for ranks, text in sorted(_rarest(doing, "which {{is}} at {} other places")):
+    for ranks, text in sorted(group_rarest_texts_first(doing, "which {{is}} at {} other places")):
         waiting = sorted(rank for rank, missing in reached.items() if missing & {*ranks})
         is_all = len(waiting) == len(reached) > 1
-        start = "all wait" if is_all else _fill("{ranks} {waits}", waiting)
+        start = "all wait" if is_all else _fill_template("{ranks} {waits}", waiting)
         start = "  and" if waiting == previous else start
-        yield _fill(f"{start} for {{ranks}}, {text}", ranks)
+        yield _fill_template(f"{start} for {{ranks}}, {text}", ranks)
         previous = waiting
     circle = [rank for rank, missing in reached.items() if rank in missing and not missing & guilty]
     if circle:
         yield f"{name_ranks(circle)} wait for each other"
 
 
-def _fill(template: str, ranks: Sequence[int]) -> str:
+def _fill_template(template: str, ranks: Sequence[int]) -> str:
     """Fill in a template such as ``{ranks} {waits} in #2``: ``ranks 1, 3 wait in #2``."""
     # Do not use str.format, because paths and lines of code can contain braces.
     for singular, plural in _PLURALS.items():
@@ -190,17 +183,18 @@ def _fill(template: str, ranks: Sequence[int]) -> str:
     return template.replace("{ranks}", name_ranks(ranks))
 
 
-def _doing(position: Position | None) -> str:
-    """Return a template for `_fill` that says what a rank outside a stuck collective is doing."""
+def _describe_activity(position: Position | None) -> str:
+    """Return a template that says what a rank outside a stuck collective is doing."""
     if position is None:
         return "{is} dead"
-    site = with_code(position.site, position.code)
+    site = append_code(position.site, position.code)
     at = f" at {site}" if site else ""
     return {
         Activity.RUNS: f"{{is}}{at}" if at else "{is} outside the test's code",
         Activity.REPORTS: f"failed{at}",
         Activity.HAS_ENDED: "{has} finished the test",
         Activity.HOLDS_GIL: f"{{holds}} the GIL{at}",
+        Activity.STARTS: f"{{is}} still importing or collecting{at}",
         Activity.SILENT: "{does} not respond",
     }[position.activity]
 
@@ -225,7 +219,7 @@ class _Group:
         return calls
 
 
-def _groups(positions: _Positions) -> Iterator[_Group]:
+def _merge_groups(positions: _Positions) -> Iterator[_Group]:
     by_group: defaultdict[object, dict[int, GroupPosition]] = defaultdict(dict)
     for rank, position in positions.items():
         for group in position.groups:
@@ -233,7 +227,7 @@ def _groups(positions: _Positions) -> Iterator[_Group]:
     groups = [next(iter(by_rank.values())) for by_rank in by_group.values()]
     for group, by_rank in zip(groups, by_group.values(), strict=True):
         yield _Group(
-            label=_label(group, [other for other in groups if other.axis == group.axis]),
+            label=_label_group(group, [other for other in groups if other.axis == group.axis]),
             ranks=group.ranks or sorted(by_rank),
             calls={
                 rank: {call.seq: call for call in at.collectives} for rank, at in by_rank.items()
@@ -241,7 +235,7 @@ def _groups(positions: _Positions) -> Iterator[_Group]:
         )
 
 
-def _label(group: GroupPosition, namesakes: Iterable[GroupPosition]) -> str:
+def _label_group(group: GroupPosition, namesakes: Iterable[GroupPosition]) -> str:
     members = name_ranks(group.ranks) if group.ranks else "unknown ranks"
     # Parallel groups of a mesh deliberately share a label, but overlapping groups must not.
     overlapping = [other.ranks for other in namesakes if {*other.ranks} & {*group.ranks}]
@@ -252,9 +246,9 @@ def _label(group: GroupPosition, namesakes: Iterable[GroupPosition]) -> str:
     return f"{group.axis} ({members})" if group.is_shape or len(overlapping) > 1 else group.axis
 
 
-def _stalls(positions: _Positions) -> Iterator[_Stall]:
+def _find_stalls(positions: _Positions) -> Iterator[_Stall]:
     """For each group that ranks are waiting on, yield the first collective they are waiting in."""
-    for group in _groups(positions):
+    for group in _merge_groups(positions):
         waiting = {
             (call.seq, rank)
             for rank, by_seq in group.calls.items()
@@ -263,10 +257,12 @@ def _stalls(positions: _Positions) -> Iterator[_Stall]:
         }
         if waiting:
             seq = min(waiting)[0]
-            yield _stall(group, seq, sorted(rank for at, rank in waiting if at == seq), positions)
+            yield _make_stall(
+                group, seq, sorted(rank for at, rank in waiting if at == seq), positions
+            )
 
 
-def _stall(group: _Group, seq: int, inside: Sequence[int], positions: _Positions) -> _Stall:
+def _make_stall(group: _Group, seq: int, inside: Sequence[int], positions: _Positions) -> _Stall:
     calls = group.calls_of(seq)
     collective = f"#{seq} of {group.label}"
     waiting = {}
@@ -275,7 +271,7 @@ def _stall(group: _Group, seq: int, inside: Sequence[int], positions: _Positions
         owner, at = f" for {module}" if module else "", f" at {site}" if site else ""
         size = show_nbytes(call.nbytes)
         waiting[rank] = f"{{waits}} in {call.kind} {collective}{owner} ({size}){at}"
-    difference = _difference(collective, calls)
+    difference = _describe_difference(collective, calls)
     elsewhere = [rank for rank in group.ranks if rank not in waiting]
     never = frozenset(rank for rank in elsewhere if rank not in calls)
     finished = frozenset(rank for rank in elsewhere if rank in calls and calls[rank].is_done)
@@ -293,7 +289,7 @@ def _stall(group: _Group, seq: int, inside: Sequence[int], positions: _Positions
             if by_seq:
                 last = by_seq[max(by_seq)]
                 detail = f" ({{its}} last call on {group.label} was {last.kind} #{last.seq})"
-        absent[rank] = (f"{text}{detail}", f", and {_doing(positions[rank])}")
+        absent[rank] = (f"{text}{detail}", f", and {_describe_activity(positions[rank])}")
     return _Stall(
         collective=collective,
         waiting=waiting,
@@ -302,24 +298,29 @@ def _stall(group: _Group, seq: int, inside: Sequence[int], positions: _Positions
         missing=never or (frozenset() if difference else finished),
         absent=absent,
         difference=difference,
-        divergence=_divergence(group, seq),
+        divergence=_find_divergence(group, seq),
     )
 
 
-def _divergence(group: _Group, before: int) -> tuple[str, dict[int, str]]:
-    were_equal = False
-    for seq in sorted(set().union(*group.calls.values())):
-        owners = {rank: call.owner for rank, call in group.calls_of(seq).items() if call.owner}
-        if seq < before and len({*owners.values()}) > 1:
-            # Positions list only the last calls. If no earlier call that they list was for the same
-            # module on all ranks, the ranks may have diverged even earlier.
-            earlier = "" if were_equal or seq == 1 else " or earlier"
-            return f"ranks diverged at #{seq} of {group.label}{earlier}", owners
-        were_equal |= len(owners) > 1
-    return "", {}
+def _find_divergence(group: _Group, before: int) -> tuple[str, dict[int, str]]:
+    numbers = sorted(seq for seq in set().union(*group.calls.values()) if seq < before)
+    calls = [group.calls_of(seq) for seq in numbers]
+    owners = [
+        [of_ranks[rank].owner if rank in of_ranks else "" for of_ranks in calls]
+        for rank in group.calls
+    ]
+    place = first_difference(owners, lambda named: len({*filter(None, named)}) > 1)
+    if place is None:
+        return "", {}
+    # Positions list only the last calls. If no earlier call that they list was for the same module
+    # on all ranks, the ranks may have diverged even earlier.
+    were_equal = any(sum(map(bool, named)) > 1 for named in [*zip(*owners, strict=True)][:place])
+    earlier = "" if were_equal or numbers[place] == 1 else " or earlier"
+    diverging = {rank: call.owner for rank, call in calls[place].items() if call.owner}
+    return f"ranks diverged at #{numbers[place]} of {group.label}{earlier}", diverging
 
 
-def _difference(collective: str, calls: Mapping[int, IssuedCollective]) -> str:
+def _describe_difference(collective: str, calls: Mapping[int, IssuedCollective]) -> str:
     """Describe a difference between the ranks' calls that makes a collective fail or hang."""
     kinds = {call.kind for call in calls.values()}
     if len(kinds) > 1:
@@ -330,26 +331,28 @@ def _difference(collective: str, calls: Mapping[int, IssuedCollective]) -> str:
     return ""
 
 
-def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterator[str]:
+def _explain_stalls(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterator[str]:
     for start in dict.fromkeys(stall.divergence[0] for stall in stalls if stall.divergence[0]):
         by_rank = [stall.divergence[1] for stall in stalls if stall.divergence[0] == start]
-        folded = sorted(_rarest(ChainMap(*by_rank), "{} others"))
+        folded = sorted(group_rarest_texts_first(ChainMap(*by_rank), "{} others"))
         parts = [f"{name_ranks(ranks)} for {owner}" for ranks, owner in folded]
         yield f"{start}: called on {', on '.join(parts)}"
     waiting = {rank: text for stall in stalls for rank, text in stall.waiting.items()}
-    yield from _folded(waiting, dict.fromkeys(waiting, f"{{waits}} in {stalls[0].collective}"))
+    yield from _fold_texts(waiting, dict.fromkeys(waiting, f"{{waits}} in {stalls[0].collective}"))
     yield from dict.fromkeys(stall.difference for stall in stalls if stall.difference)
     absent = {rank: texts for stall in stalls for rank, texts in stall.absent.items()}
     did = {rank: text for rank, (text, _) in absent.items()}
     # If an absent rank is waiting in another collective, the line about that collective says where,
     # so do not repeat it.
     at = {rank: "" if rank in reached else place for rank, (_, place) in absent.items()}
-    yield from _folded({rank: f"{text}{at[rank]}" for rank, text in did.items()}, did)
+    yield from _fold_texts({rank: f"{text}{at[rank]}" for rank, text in did.items()}, did)
 
 
-def _folded(full: Mapping[int, str], short: Mapping[int, str]) -> Iterator[str]:
+def _fold_texts(full: Mapping[int, str], short: Mapping[int, str]) -> Iterator[str]:
     """Yield a line for each of the rarest texts in `full`, and lines from `short` for the rest."""
-    for ranks, text in sorted(_rarest(full, "")):
-        folded = [(ranks, text)] if text else fold_equal({rank: short[rank] for rank in ranks})
+    for ranks, text in sorted(group_rarest_texts_first(full, "")):
+        folded = (
+            [(ranks, text)] if text else group_ranks_by_text({rank: short[rank] for rank in ranks})
+        )
         for same, template in folded:
-            yield _fill(f"{{ranks}} {template}", same)
+            yield _fill_template(f"{{ranks}} {template}", same)

@@ -16,13 +16,13 @@ from _pytest.config import create_terminal_writer
 from _pytest.debugging import pytestPDB
 
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.ranks.rank.isolation import capture_manager, require
+from pytest_fsdp_comm.ranks.rank.isolation import capture_manager, require_private_names
 from pytest_fsdp_comm.ranks.rank.processes import flush_streams
 
 _STANDARD = (0, 1, 2)
 
 
-def copied_terminal(config: pytest.Config) -> tuple[int, ...]:
+def copy_terminal(config: pytest.Config) -> tuple[int, ...]:
     """Return duplicates of stdin, stdout and stderr, or () under xdist; call this between tests."""
     if hasattr(config, "workerinput"):
         return ()
@@ -39,14 +39,14 @@ def copied_terminal(config: pytest.Config) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def kept_foreground(terminal: Sequence[int]) -> Iterator[None]:
+def keep_foreground(terminal: Sequence[int]) -> Iterator[None]:
     """After the block, return the terminal to pytest, even if a rank died in a debugger."""
     is_foreground = bool(terminal) and _foreground(terminal[0]) == os.getpgrp()
     try:
         yield
     finally:
         if is_foreground:
-            _pass_on(terminal[0], os.getpgrp())
+            _set_foreground_group(terminal[0], os.getpgrp())
 
 
 def _foreground(descriptor: int) -> int | None:
@@ -56,7 +56,7 @@ def _foreground(descriptor: int) -> int | None:
     return None
 
 
-def _pass_on(descriptor: int, group: int) -> None:
+def _set_foreground_group(descriptor: int, group: int) -> None:
     # Block SIGTTOU: if this process is in the background, tcsetpgrp stops it with this signal.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
     try:
@@ -85,14 +85,14 @@ class RankTerminal:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  # until `leave`
         # If pytest runs in the background, another program has the terminal, so do not take it.
         if _foreground(0) == self._pytests_group:
-            _pass_on(0, os.getpgrp())
+            _set_foreground_group(0, os.getpgrp())
 
     def leave(self) -> None:
         if not self._logs:
             return
         flush_streams()
         if _foreground(0) == os.getpgrp():
-            _pass_on(0, self._pytests_group)
+            _set_foreground_group(0, self._pytests_group)
         for descriptor, target in zip(self._logs, _STANDARD, strict=True):
             os.dup2(descriptor, target)
             os.close(descriptor)
@@ -144,27 +144,27 @@ def debug_here(config: pytest.Config, terminal: RankTerminal) -> None:
     manager._method = "fd"
 
 
-def debug_elsewhere(config: pytest.Config) -> None:
+def ignore_debuggers(config: pytest.Config) -> None:
     """Ignore breakpoints and --pdb: no debugger opens in this rank."""
-    _without_debuggers(config, lambda *_, **__: SimpleNamespace(set_trace=lambda _: None))
+    _replace_debuggers(config, lambda *_, **__: SimpleNamespace(set_trace=lambda _: None))
 
 
 def refuse_debuggers(config: pytest.Config) -> None:
     """Make breakpoints raise an error, and ignore --pdb, because there is no terminal."""
 
-    def refuse(*_: Any, **__: Any) -> None:
+    def refuse(*_: object, **__: object) -> None:
         __tracebackhide__ = True
         raise FsdpCommError(
             "a debugger needs a terminal, which pytest-xdist workers do not have; run this test "
             "with -n 0"
         )
 
-    _without_debuggers(config, refuse)
+    _replace_debuggers(config, refuse)
 
 
-def _without_debuggers(config: pytest.Config, init: Callable[..., Any]) -> None:
+def _replace_debuggers(config: pytest.Config, init: Callable[..., object]) -> None:
     for name in ("pdbinvoke", "pdbtrace"):
         if config.pluginmanager.has_plugin(name):
             config.pluginmanager.unregister(name=name)
-    require(pytestPDB, "pytestPDB", "_init_pdb")
+    require_private_names(pytestPDB, "pytestPDB", "_init_pdb")
     pytestPDB._init_pdb = staticmethod(init)  # type: ignore[method-assign]  # see Note [Debugging a rank]

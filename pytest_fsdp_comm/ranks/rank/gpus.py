@@ -34,7 +34,7 @@ def visible_gpu_count() -> int:
         return 0
     import torch  # noqa: PLC0415  # as above
 
-    count = _answer_of_child(torch.cuda.device_count)
+    count = _ask_in_forked_child(torch.cuda.device_count)
     # If this process has started the CUDA driver already, asking torch here does no further harm.
     return torch.cuda.device_count() if count == _UNUSABLE else count
 
@@ -43,7 +43,7 @@ def is_driver_started(torch: Any) -> bool:
     """Return whether this process has started the CUDA driver; see Note [Started driver]."""
     # CPU-only builds of torch lack this name, so skip the fork there.
     has_cuda = hasattr(torch._C, "_cuda_isInBadFork")  # noqa: SLF001  # tests/unit/ranks/test_gpus.py
-    return has_cuda and _answer_of_child(lambda: 0) == _UNUSABLE
+    return has_cuda and _ask_in_forked_child(lambda: 0) == _UNUSABLE
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def no_gpu_error(torch: Any) -> str:
     """Start the driver; return torch's error for a missing GPU, or "" if there is a GPU."""
     # The error is cached for forked children, where torch would blame the fork instead. Do not call
     # device_count here, because it asks NVML instead of the driver.
-    if torch._C._cuda_getDeviceCount():  # noqa: SLF001  # tests/unit/ranks/test_gpus.py
+    if getattr(torch._C, "_cuda_getDeviceCount", lambda: 1)():  # noqa: SLF001  # tests/unit/ranks/test_gpus.py
         return ""
     try:
         torch.cuda.init()
@@ -60,10 +60,11 @@ def no_gpu_error(torch: Any) -> str:
     return ""
 
 
-def name_missing_gpu() -> None:
+def blame_missing_gpu_in_errors() -> None:
     """Make CUDA errors in this process and its children blame the missing GPU, not the fork."""
     torch: Any = sys.modules.get("torch")
-    if torch is None or not torch.cuda._is_in_bad_fork():  # noqa: SLF001  # as above
+    is_in_bad_fork = getattr(getattr(torch, "cuda", None), "_is_in_bad_fork", lambda: False)
+    if not is_in_bad_fork():
         return
     text = no_gpu_error(torch)
     if not text:
@@ -77,7 +78,7 @@ def name_missing_gpu() -> None:
     torch._C._cuda_init = fail  # noqa: SLF001  # as above
 
 
-def _answer_of_child(ask: Callable[[], int]) -> int:
+def _ask_in_forked_child(ask: Callable[[], int]) -> int:
     """Call `ask` in a forked child; return its answer, or `_UNUSABLE` if CUDA is unusable there."""
     import torch  # noqa: PLC0415  # loaded already
 

@@ -75,13 +75,13 @@ def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
     factory: Any = getattr(config, "_tmp_path_factory", None)
     if factory is None:
         return
-    require(factory, "TempPathFactory", "_basetemp", "_given_basetemp")
+    require_private_names(factory, "TempPathFactory", "_basetemp", "_given_basetemp")
     # pytest creates `basetemp` when a test first needs it, but does not create its parent.
     basetemp.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     factory._basetemp, factory._given_basetemp = None, basetemp
 
 
-def leave_to_parent(config: pytest.Config) -> LogTerminal:
+def unregister_parents_plugins(config: pytest.Config) -> LogTerminal:
     """Unregister plugins that only the parent may run; return the rank's terminal reporter."""
     manager = config.pluginmanager
     for name in _PARENTS_PLUGINS:
@@ -115,11 +115,11 @@ def capture_manager(config: pytest.Config) -> Any:
     """Return pytest's capture manager; None under ``-p no:capture``."""
     manager: Any = config.pluginmanager.getplugin("capturemanager")
     if manager is not None:
-        require(manager, "CaptureManager", "_global_capturing", "_method")
+        require_private_names(manager, "CaptureManager", "_global_capturing", "_method")
     return manager
 
 
-def require(owner: object, what: str, *names: str) -> None:
+def require_private_names(owner: object, what: str, *names: str) -> None:
     """Raise an error if `owner` lacks a private name: see Note [Private names of pytest]."""
     if not all(hasattr(owner, name) for name in names):
         moved = f"{what}.{', .'.join(names)}"
@@ -130,7 +130,7 @@ def resolve_basetemp(config: pytest.Config) -> Path:
     """Return pytest's base temporary directory, or the system's under ``-p no:tmpdir``."""
     if not config.pluginmanager.has_plugin("tmpdir"):
         return Path(tempfile.gettempdir())
-    require(config, "config", "_tmp_path_factory")
+    require_private_names(config, "config", "_tmp_path_factory")
     factory: Any = config._tmp_path_factory  # type: ignore[attr-defined]  # see above
     path: Path = factory.getbasetemp()
     return path
@@ -143,7 +143,7 @@ def hold_terminal(config: pytest.Config) -> None:
     """Buffer everything that pytest writes to the terminal, until `release_terminal`."""
     if config.pluginmanager.has_plugin("terminalreporter"):
         writer: Any = config.get_terminal_writer()
-        require(writer, "TerminalWriter", "_file")
+        require_private_names(writer, "TerminalWriter", "_file")
         config.stash[_TERMINAL], writer._file = writer._file, io.StringIO()
 
 

@@ -16,33 +16,33 @@ KEPT_NBYTES: Final = 256 << 10
 _LONGEST_NOTE: Final = 256
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """Return `text`, or only its first and last part if it is too long."""
     left_out = len(text) - 2 * KEPT_NBYTES
     if left_out <= _LONGEST_NOTE:
         return text
-    return f"{text[:KEPT_NBYTES]}{_left_out(left_out, 'characters')}{text[-KEPT_NBYTES:]}"
+    return f"{text[:KEPT_NBYTES]}{_describe_omission(left_out, 'characters')}{text[-KEPT_NBYTES:]}"
 
 
-def shortened_texts(data: Any) -> Any:
+def shorten_texts(data: Any) -> Any:
     """Shorten each string in a serialized report; treat a list under "lines" as one string."""
     if isinstance(data, str):
-        return shortened(data)
+        return shorten(data)
     if isinstance(data, dict):
         return {
-            name: _shortened_lines(value) if name == "lines" else shortened_texts(value)
+            name: _shorten_lines(value) if name == "lines" else shorten_texts(value)
             for name, value in data.items()
         }
-    return [shortened_texts(value) for value in data] if isinstance(data, (list, tuple)) else data
+    return [shorten_texts(value) for value in data] if isinstance(data, (list, tuple)) else data
 
 
-def _shortened_lines(lines: Sequence[str]) -> Sequence[str]:
+def _shorten_lines(lines: Sequence[str]) -> Sequence[str]:
     if sum(map(len, lines)) <= 2 * KEPT_NBYTES:
         return lines
     # With --tb=native, each string ends in a line break, and some contain several lines.
     if lines[0].endswith("\n"):
-        return [shortened("".join(lines))]
-    return shortened("\n".join(lines)).split("\n")
+        return [shorten("".join(lines))]
+    return shorten("\n".join(lines)).split("\n")
 
 
 def read_kept(descriptor: int, parts: Iterable[tuple[int, int]]) -> str:
@@ -51,13 +51,15 @@ def read_kept(descriptor: int, parts: Iterable[tuple[int, int]]) -> str:
     nbytes = sum(end - start for start, end in parts)
     left_out = nbytes - 2 * KEPT_NBYTES
     if left_out <= 0:
-        return _read(descriptor, parts, 0, nbytes)
-    head = _read(descriptor, parts, 0, KEPT_NBYTES)
-    tail = _read(descriptor, parts, nbytes - KEPT_NBYTES, nbytes)
-    return f"{head}{_left_out(left_out, 'bytes')}{tail}"
+        return _read_and_decode(descriptor, parts, 0, nbytes)
+    head = _read_and_decode(descriptor, parts, 0, KEPT_NBYTES)
+    tail = _read_and_decode(descriptor, parts, nbytes - KEPT_NBYTES, nbytes)
+    return f"{head}{_describe_omission(left_out, 'bytes')}{tail}"
 
 
-def _read(descriptor: int, parts: Iterable[tuple[int, int]], begin: int, end: int) -> str:
+def _read_and_decode(
+    descriptor: int, parts: Iterable[tuple[int, int]], begin: int, end: int
+) -> str:
     """Decode bytes `begin` to `end` of the concatenated parts."""
     data = []
     for start, stop in parts:
@@ -69,7 +71,7 @@ def _read(descriptor: int, parts: Iterable[tuple[int, int]], begin: int, end: in
     return b"".join(data).decode("utf-8", "replace")
 
 
-def _left_out(count: int, unit: str) -> str:
+def _describe_omission(count: int, unit: str) -> str:
     return (
         f"\n[... {count:,} {unit} left out: only the first and last {KEPT_NBYTES >> 10} KiB are "
         "kept, see docs/ranks.md of pytest-fsdp-comm ...]\n"

@@ -24,11 +24,12 @@ from pytest_fsdp_comm.launch_environment import (
     LaunchedRank,
 )
 from pytest_fsdp_comm.options import SETTINGS
-from pytest_fsdp_comm.ranks.hangs.position import Watchdog, raised_at
+from pytest_fsdp_comm.ranks.hangs.position import Watchdog, find_raise_site
+from pytest_fsdp_comm.ranks.hangs.terminate import save_position_at_terminate
 from pytest_fsdp_comm.ranks.rank import debugger, process_group, processes
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, RankContext, RankExtension
-from pytest_fsdp_comm.ranks.rank.isolation import isolate_session, leave_to_parent
-from pytest_fsdp_comm.ranks.rank.kept_output import shortened
+from pytest_fsdp_comm.ranks.rank.isolation import isolate_session, unregister_parents_plugins
+from pytest_fsdp_comm.ranks.rank.kept_output import shorten
 from pytest_fsdp_comm.ranks.rank.plugin import RankPlugin
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
@@ -54,7 +55,7 @@ class RankTemplate:
         self._random_state = random_state
         self._session = session
         self._extensions = extensions
-        self._terminal = leave_to_parent(session.config)
+        self._terminal = unregister_parents_plugins(session.config)
         for extension in extensions:
             extension.enter_rank(session.config)
         self._plugin = RankPlugin(session.config)
@@ -73,8 +74,10 @@ class RankTemplate:
         self, spec: messages.RankSetSpec, rank: int, descriptors: tuple[int, int]
     ) -> NoReturn:
         """Run tests as a rank until the supervisor closes the connection, then exit."""
-        watchdog = Watchdog(Channel.inherited(descriptors[1]))
-        self.run_set(spec, rank, Channel.inherited(descriptors[0]), watchdog)
+        watchdog = Watchdog(Channel.inherit(descriptors[1]))
+        # Launched ranks do without: their supervisor may run on another machine.
+        save_position_at_terminate(spec.position_path(rank), watchdog.read_position)
+        self.run_set(spec, rank, Channel.inherit(descriptors[0]), watchdog)
         os._exit(0)
 
     def run_set(
@@ -91,11 +94,7 @@ class RankTemplate:
         processes.redirect_output(spec, rank)
         # pytest made faulthandler dump to the terminal, where it would garble the progress line.
         faulthandler.enable(file=2)
-        # The handler is C code with a separate stack, so it works even while other code holds the
-        # GIL. It dumps only the thread that receives the signal, because dumping all threads while
-        # they run has crashed (CPython 116008, 131580).
-        stacks = spec.stacks_path(rank).open("w")
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False, chain=False)
+        _dump_stack_on_signal(spec, rank)
         process_group.set_environment(spec.settings, rank, spec.gpus, launched)
         processes.put_sockets_below(spec.directory)
         basetemp = spec.basetemp / f"rank{rank}-{spec.directory.name}"
@@ -109,7 +108,7 @@ class RankTemplate:
                 session.config, debugger.RankTerminal(spec.terminal, spec.foreground)
             )
         else:
-            debugger.debug_elsewhere(session.config)
+            debugger.ignore_debuggers(session.config)
         if self._random_state is not None:
             # Python reseeds `random` in a forked child, so restore the parent's state.
             random.setstate(cast("tuple[Any, ...]", self._random_state))
@@ -125,16 +124,17 @@ class RankTemplate:
         while isinstance(command, messages.RunTest):
             item, next_test = session.items[command.item_index], command.next_test
             nextitem = None if next_test.index is None else session.items[next_test.index]
-            context = _context(spec, rank, number, launched, clients)
+            context = _make_rank_context(spec, rank, number, launched, clients)
             watchdog.begin_test()
             session.config.stash[RANK_CONTEXT] = context
             item.stash[SETTINGS] = spec.settings  # may include ranks that the marker does not list
+            channel.send(messages.TestBegun())
             payloads, escaped, session_exit = _run_item(item, nextitem, self._extensions)
             # If this is a child that the test forked, a plugin may have caught the exception that
             # should have ended it, so end it here.
             processes.end_forked_child(rank_pid, None)
             if next_test.is_none:
-                self._end_process(item)
+                self._run_exit_functions(item)
             ended = messages.TestEnded(
                 payloads=payloads,
                 escaped=escaped,
@@ -147,25 +147,25 @@ class RankTemplate:
                 # Launched ranks are not killed after a failure, so this rank has to leave the
                 # group; otherwise its peers would keep waiting for it.
                 self._plugin.leave_group()
-            command = _ask_for_next(channel, ended)
+            command = _send_and_await_command(channel, ended)
             number += 1
         if isinstance(command, messages.EndTests):
             self._plugin.end_tests(item)
             if launched:
                 self._plugin.leave_group()
             else:
-                self._end_process(item)
+                self._run_exit_functions(item)
             # Report the end, then wait until the supervisor ends this process.
-            command = _ask_for_next(channel, messages.TestsEnded())
+            command = _send_and_await_command(channel, messages.TestsEnded())
         return command
 
-    def _end_process(self, item: pytest.Item) -> None:
+    def _run_exit_functions(self, item: pytest.Item) -> None:
         """Run exit functions and finalizers, because ranks end with os._exit or are killed."""
         self._plugin.run_exit_functions(item)
         processes.run_finalizers()
 
 
-def _ask_for_next(
+def _send_and_await_command(
     channel: Channel[messages.RankCommand], ended: messages.TestEnded | messages.TestsEnded
 ) -> messages.RankCommand | None:
     save_coverage()
@@ -174,7 +174,7 @@ def _ask_for_next(
     return channel.receive()
 
 
-def _context(
+def _make_rank_context(
     spec: messages.RankSetSpec,
     rank: int,
     number: int,
@@ -197,7 +197,7 @@ def _context(
 
 
 def _run_item(
-    item: pytest.Item, nextitem: pytest.Item | None, extensions: Sequence[RankExtension[Any]]
+    item: pytest.Item, nextitem: pytest.Item | None, extensions: Sequence[RankExtension[object]]
 ) -> tuple[tuple[str, ...] | None, str | None, SessionExit | None]:
     """Run a test's protocol; return `payloads`, `escaped` and `session_exit` of `TestEnded`."""
     # Do not ask extensions for payloads after an exception: the session can be in any state then.
@@ -205,13 +205,13 @@ def _run_item(
         item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
     except pytest.exit.Exception as error:
         status = pytest.ExitCode.INTERRUPTED if error.returncode is None else error.returncode
-        reason = shortened(str(error.msg))
+        reason = shorten(str(error.msg))
         return None, None, SessionExit(status=int(status), reason=reason)
     except KeyboardInterrupt as error:
-        reason = f"interrupted at {raised_at(error) or 'an unknown line'}"
+        reason = f"interrupted at {find_raise_site(error) or 'an unknown line'}"
         return None, None, SessionExit(status=int(pytest.ExitCode.INTERRUPTED), reason=reason)
     except BaseException as error:  # noqa: BLE001  # from a plugin
-        message = shortened(str(error))
+        message = shorten(str(error))
         name = type(error).__name__
         return None, f"{name}: {message}" if message else name, None
     return tuple(dump_tagged(extension.rank_payload(item)) for extension in extensions), None, None
@@ -239,12 +239,28 @@ def _coverage() -> Any:
     return current if current is not None and current.get_option("run:parallel") else None
 
 
+def _dump_stack_on_signal(spec: messages.RankSetSpec, rank: int) -> None:
+    # The handler is C code with a separate stack, so it works even while other code holds the GIL.
+    # It dumps only the thread that receives the signal, because dumping all threads while they run
+    # has crashed (CPython 116008, 131580).
+    stacks = spec.stacks_path(rank).open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False, chain=False)
+
+
+def prepare_spawned_rank() -> None:
+    """Let this spawned rank tell where it is, even while it imports a conftest.py."""
+    rank = int(os.environ[RANK_VARIABLE].split()[0])
+    _dump_stack_on_signal(_read_spec(), rank)
+
+
 def select_own_test(config: pytest.Config) -> None:
     """Make this spawned rank collect only the test that it has to run."""
     config.args[:] = [str(config.rootpath / _read_spec().nodeid)]
 
 
-def run_spawned_rank(session: pytest.Session, extensions: Sequence[RankExtension[Any]]) -> NoReturn:
+def run_spawned_rank(
+    session: pytest.Session, extensions: Sequence[RankExtension[object]]
+) -> NoReturn:
     """Run this spawned process as a rank, once it has collected the tests."""
     spec = _read_spec()
     indices = [index for index, item in enumerate(session.items) if item.nodeid == spec.nodeid]

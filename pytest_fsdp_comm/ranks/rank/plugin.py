@@ -21,12 +21,13 @@ import pytest
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.rank import process_group, processes
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
-from pytest_fsdp_comm.ranks.rank.isolation import require
-from pytest_fsdp_comm.ranks.rank.kept_output import read_kept, shortened, shortened_texts
+from pytest_fsdp_comm.ranks.rank.isolation import require_private_names
+from pytest_fsdp_comm.ranks.rank.kept_output import read_kept, shorten, shorten_texts
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import Debugging, RankCommand, RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, WarningSeen
 from pytest_fsdp_comm.text.rank_lists import name_ranks
+from pytest_fsdp_comm.upstream import private_names
 
 if TYPE_CHECKING:
     from pytest_fsdp_comm.recording.value_dependence import KeptAnswers
@@ -37,26 +38,29 @@ if TYPE_CHECKING:
 _TEXTS = ("longrepr", "sections", "wasxfail", "_subtest.context")
 
 
-def _takes_output(when: str) -> Any:
+def _make_phase_hook(when: str) -> object:
     # Make this the innermost wrapper, so that a child that the test forks ends here, before it
     # returns to the hooks of other plugins.
     @pytest.hookimpl(wrapper=True, trylast=True, specname=f"pytest_runtest_{when}")
-    def hook(self: RankPlugin, item: pytest.Item) -> Generator[None, Any, Any]:
+    def hook(self: RankPlugin, item: pytest.Item) -> Generator[None, object, object]:
         __tracebackhide__ = True
-        with self._output_of(item, when):
+        with (
+            self._collect_phase_output(item, when),
+            private_names("a class or module that a rank reads"),
+        ):
             try:
                 result = yield
             except FsdpCommError as error:
                 if self._answers is None:
                     raise
-                from pytest_fsdp_comm.simulation.world import of_user  # noqa: PLC0415  # as below
+                from pytest_fsdp_comm.simulation.world import strip_inner_frames  # noqa: PLC0415  # as below
 
-                raise of_user(error) from None
+                raise strip_inner_frames(error) from None
             except RuntimeError as error:
                 if self._answers is not None:
-                    from pytest_fsdp_comm.simulation.world import note_memory  # noqa: PLC0415  # as below
+                    from pytest_fsdp_comm.simulation.world import add_memory_remedy  # noqa: PLC0415  # as below
 
-                    note_memory(error)
+                    add_memory_remedy(error)
                 raise
             if when == "call" and self._real is not None:
                 self._real.check_used()
@@ -86,7 +90,7 @@ class RankPlugin:
         self._distinct: DistinctRanks | None = None
         self._answers: KeptAnswers | None = None
         self._real: RealGroups | None = None
-        capture_subtests(self._output_of_subtest)
+        capture_subtests(self._collect_subtest_output)
 
     def bind(
         self,
@@ -109,19 +113,19 @@ class RankPlugin:
 
     # Make this the innermost wrapper, so that the warning filters of the test apply.
     @pytest.hookimpl(wrapper=True, trylast=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         """Run the test; then report exceptions from finalizers and threads as a failed teardown."""
         with self._simulation:
             handled = yield
-        self._report_failure(item, partial(processes.raise_lost_exceptions, item))
+        self._report_errors_as_teardown(item, partial(processes.raise_lost_exceptions, item))
         return handled
 
-    def _report_failure(self, item: pytest.Item, end: Callable[[], None]) -> None:
+    def _report_errors_as_teardown(self, item: pytest.Item, end: Callable[[], None]) -> None:
         """Call `end` after the test's teardown; if it raises, report that as a failed teardown."""
 
         def run() -> None:
             __tracebackhide__ = True
-            with self._output_of(item, "teardown"):
+            with self._collect_phase_output(item, "teardown"):
                 end()
 
         call = pytest.CallInfo.from_call(run, when="teardown")
@@ -132,8 +136,9 @@ class RankPlugin:
     def end_tests(self, item: pytest.Item) -> None:
         """Tear down all fixtures, because no other test will run; report failures for `item`."""
         # Pass None to tear down all fixtures, as pytest does at the end of a session.
-        self._report_failure(item, partial(item.session._setupstate.teardown_exact, None))  # noqa: SLF001
-        self._report_failure(item, partial(processes.raise_lost_exceptions, item))
+        tear_down = item.session._setupstate.teardown_exact  # noqa: SLF001
+        self._report_errors_as_teardown(item, partial(tear_down, None))
+        self._report_errors_as_teardown(item, partial(processes.raise_lost_exceptions, item))
 
     def run_exit_functions(self, item: pytest.Item) -> None:
         """Run the functions that the rank registered with `atexit`; warn about their exceptions."""
@@ -155,20 +160,20 @@ class RankPlugin:
         if self._group is None:
             self._group = process_group.join_group(context)
             if not self._shares_random_states:
-                processes.equalize(context.exchange)
+                processes.equalize_random_states(context.exchange)
             if self._keeps_random_states:
-                self._random_states = processes.read_states()
+                self._random_states = processes.read_random_states()
         elif self._random_states is not None:
-            processes.restore_states(self._random_states)
+            processes.restore_random_states(self._random_states)
         if settings.simulation:
             from pytest_fsdp_comm.recording.value_dependence import answers_of_process  # noqa: PLC0415  # loads torch
-            from pytest_fsdp_comm.simulation.world import simulated  # noqa: PLC0415  # as above
+            from pytest_fsdp_comm.simulation.world import simulate_rank  # noqa: PLC0415  # as above
 
             self._real = process_group.real_groups(context)
             self._answers = answers_of_process
             self._answers.begin({*getattr(item, "fixturenames", ())})
             self._simulation.enter_context(
-                simulated(
+                simulate_rank(
                     answers=settings.simulation == "answering",
                     shares=settings.simulation_splits,
                     groups=self._real,
@@ -179,24 +184,24 @@ class RankPlugin:
             from pytest_fsdp_comm.simulation.groups import DistinctRanks  # noqa: PLC0415  # as above
 
             self._distinct = DistinctRanks()
-            self._simulation.enter_context(self._distinct.watched())
-            context.exchange.before = self._leave_to_all
+            self._simulation.enter_context(self._distinct.watch_parameters())
+            context.exchange.before = self._skip_to_run_on_further_ranks
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(
-        self, fixturedef: pytest.FixtureDef[Any]
+        self, fixturedef: pytest.FixtureDef[object]
     ) -> Generator[None, object, object]:
         """Save values assumed in a shared fixture's setup, for all tests that use the fixture."""
         if self._answers is None or fixturedef.scope == "function":
             return (yield)
-        with self._answers.by(fixturedef.argname):
+        with self._answers.store_for(fixturedef.argname):
             return (yield)
 
-    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[object]) -> None:
         if self._answers is not None:
             self._answers.forget(fixturedef.argname)
 
-    def _leave_to_all(self) -> None:
+    def _skip_to_run_on_further_ranks(self) -> None:
         if ranks := self.further_ranks():
             # Raise a skip: it neither opens a debugger under --pdb nor fails the comparison.
             raise pytest.skip.Exception(f"runs again, also on {name_ranks(ranks)}")
@@ -216,12 +221,12 @@ class RankPlugin:
         return self._group is None or self._group is dist.group.WORLD
 
     # This hook cannot be called pytest_runtest_setup, because a hook above has that name.
-    pytest_take_output_of_setup = _takes_output("setup")
-    pytest_runtest_call = _takes_output("call")
-    pytest_runtest_teardown = _takes_output("teardown")
+    pytest_take_output_of_setup = _make_phase_hook("setup")
+    pytest_runtest_call = _make_phase_hook("call")
+    pytest_runtest_teardown = _make_phase_hook("teardown")
 
     @contextlib.contextmanager
-    def _output_of(self, item: pytest.Item, when: str) -> Iterator[None]:
+    def _collect_phase_output(self, item: pytest.Item, when: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -236,7 +241,7 @@ class RankPlugin:
                     item.add_report_section(when, log.name, text)
 
     @contextlib.contextmanager
-    def _output_of_subtest(self, captured: SimpleNamespace) -> Iterator[None]:
+    def _collect_subtest_output(self, captured: SimpleNamespace) -> Iterator[None]:
         for log in self._logs:
             log.begin_subtest()
         try:
@@ -255,7 +260,7 @@ class RankPlugin:
             self._config.hook.pytest_report_teststatus(report=report, config=self._config)
         self._channel.send(
             PhaseReport(
-                report=_serializable(self._config, report),
+                report=_serialize_report(self._config, report),
                 is_subtest=is_subtest(report),
                 precedes_debugger=report.failed
                 and self._config.pluginmanager.has_plugin("pdbinvoke"),
@@ -281,7 +286,7 @@ class RankPlugin:
         if when == "runtest" and self._logs:
             self._channel.send(
                 WarningSeen(
-                    text=shortened(str(warning_message.message)),
+                    text=shorten(str(warning_message.message)),
                     category_module=warning_message.category.__module__,
                     category_name=warning_message.category.__qualname__,
                     filename=warning_message.filename,
@@ -293,20 +298,20 @@ class RankPlugin:
             )
 
 
-def _serializable(config: pytest.Config, report: pytest.TestReport) -> dict[str, Any]:
+def _serialize_report(config: pytest.Config, report: pytest.TestReport) -> dict[str, object]:
     data: dict[str, Any] = config.hook.pytest_report_to_serializable(config=config, report=report)
-    texts = {name: shortened_texts(data[name]) for name in _TEXTS if name in data}
+    texts = {name: shorten_texts(data[name]) for name in _TEXTS if name in data}
     pairs = data.get("user_properties", ())
-    properties = [(name, _shortened_value(value)) for name, value in pairs]
+    properties = [(name, _shorten_value(value)) for name, value in pairs]
     # A report created by a plugin may lack the time at which the phase ended.
     stop = data.get("stop") or time.time()
     return {**data, **texts, "user_properties": properties, "stop": stop}
 
 
-def _shortened_value(value: object) -> object:
+def _shorten_value(value: object) -> object:
     """Shorten a user property; a long value that is not a string becomes its shortened repr."""
     text = value if isinstance(value, str) else repr(value)
-    short = shortened(text)
+    short = shorten(text)
     return value if short == text else short
 
 
@@ -320,20 +325,22 @@ def is_subtest(report: pytest.TestReport) -> bool:
     return type(report).__name__.lower() == "subtestreport"
 
 
-def capture_subtests(capture: Callable[[Any], Any]) -> None:
+def capture_subtests(capture: Callable[[Any], object]) -> None:
     """Make pytest capture the output of subtests with the context manager `capture`."""
     for name in _SUBTEST_MODULES:
         module: Any = sys.modules.get(name)
         if module is None:
             continue
-        require(module, name, "capturing_output", "Captured")
-        module.capturing_output = partial(_capturing_output, module.Captured, capture)
+        require_private_names(module, name, "capturing_output", "Captured")
+        module.capturing_output = partial(_capture_subtest_output, module.Captured, capture)
 
 
 @contextlib.contextmanager
-def _capturing_output(
-    make_captured: Callable[[], Any], capture: Callable[[Any], Any], request: pytest.FixtureRequest
-) -> Iterator[Any]:
+def _capture_subtest_output(
+    make_captured: Callable[[], object],
+    capture: Callable[[Any], Any],
+    request: pytest.FixtureRequest,
+) -> Iterator[object]:
     captured = make_captured()
     manager: Any = request.config.pluginmanager.getplugin("capturemanager")
     test_captures = getattr(manager, "_capture_fixture", None) is not None

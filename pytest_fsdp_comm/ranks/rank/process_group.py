@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import functools
 import gc
 import importlib
 import os
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +42,14 @@ def device_of(settings: DistributedSettings, local_rank: int) -> str:
     wants_cuda = settings.device == "cuda" or (
         settings.backend == "nccl" and settings.device is None
     )
-    return f"cuda:{local_rank}" if wants_cuda and settings.backend != "fake" else "cpu"
+    has_gpu = settings.backend != "fake" or settings.simulation
+    return f"cuda:{local_rank}" if wants_cuda and has_gpu else "cpu"
 
 
-def gpus_of(settings: DistributedSettings) -> int:
+def count_gpus_of_ranks(settings: DistributedSettings) -> int:
     """Return how many GPUs the ranks of a test use in total."""
+    if settings.simulation:
+        return 0
     return sum(device_of(settings, rank).startswith("cuda") for rank in settings.ranks)
 
 
@@ -78,7 +82,7 @@ def set_environment(
     torch.set_num_threads(1)
 
 
-def open_store(spec: RankSetSpec, launched: LaunchedRank | None) -> Any:
+def open_store(spec: RankSetSpec, launched: LaunchedRank | None) -> object:
     """Connect to the store of a rank set; each wait for a key outlasts the test's deadline."""
     from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]  # noqa: PLC0415  # documented; not in the pytest process
 
@@ -135,12 +139,12 @@ def join_group(context: RankContext) -> object:
         )
     settings = context.settings
     # Check this here, not when reading the marker: a skip mark may exclude machines without GPUs.
-    if settings.device == "cuda" and settings.backend == "fake":
+    if settings.device == "cuda" and settings.backend == "fake" and not settings.simulation:
         raise FsdpCommError(
             "device='cuda' does not work with the session's backend, fake, which runs on the CPU: "
             "drop device='cuda', or pass a backend to the marker"
         )
-    if context.device.startswith("cuda"):
+    if context.device.startswith("cuda") and not settings.simulation:
         count = torch.cuda.device_count()
         if count < context.local_world_size:
             remedy = "drop device='cuda'" if settings.device == "cuda" else "backend='gloo'"
@@ -187,15 +191,51 @@ def make_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+@contextlib.contextmanager
+def skip_rendezvous(rank: int, world_size: int) -> Iterator[None]:
+    """Make ``init_process_group`` return at once, without waiting for other ranks.
+
+    `rank` and `world_size` apply unless the caller passes its own.
+    """
+    import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
+    from torch.distributed import distributed_c10d  # noqa: PLC0415  # not in the pytest process
+
+    from pytest_fsdp_comm.recording.patches import patch_attributes  # noqa: PLC0415  # loads torch
+
+    make_store = _fake_store()
+
+    def rendezvous(_: str, own: int = -1, size: int = -1, **__: object) -> Iterator[Any]:
+        yield make_store(), own if own >= 0 else rank, size if size > 0 else world_size
+
+    init = dist.init_process_group
+
+    @functools.wraps(init)
+    def init_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        # A CPU build of torch rejects `device_id`, which also selects the default backend.
+        device = kwargs.pop("device_id", None)
+        init(backend or ("nccl" if device is not None else None), *args, **kwargs)
+
+    inits = [(module, "init_process_group", init_group) for module in (dist, distributed_c10d)]
+    with patch_attributes((distributed_c10d, "rendezvous", rendezvous), *inits):
+        yield
+
+
 def join_fake_group(rank: int, world_size: int) -> None:
     """Create a process group with torch's fake backend, which transfers no data."""
     import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
 
+    make_store = _fake_store()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.init_process_group("fake", store=make_store(), rank=rank, world_size=world_size)
+
+
+def _fake_store() -> Any:
     # Importing this private module registers the "fake" backend, torch's only backend that works
     # with a single process (checked in 2.6, 2.9, 2.11, 2.13, 2.15).
     name = "torch.testing._internal.distributed.fake_pg"
     try:
-        store: Any = importlib.import_module(name).FakeStore
+        return importlib.import_module(name).FakeStore
     except (ImportError, AttributeError):
         raise upstream.moved_error(
             "torch",
@@ -203,9 +243,6 @@ def join_fake_group(rank: int, world_size: int) -> None:
             "the fake backend relies on",
             remedy="upgrade pytest-fsdp-comm, or run this test with backend='gloo'",
         ) from None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dist.init_process_group("fake", store=store(), rank=rank, world_size=world_size)
 
 
 # Parts of torch's error messages (checked in 2.6, 2.13 and 2.15).

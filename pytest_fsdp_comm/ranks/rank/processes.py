@@ -178,22 +178,24 @@ def _generators() -> tuple[_Generator, _Generator | None, _Generator]:
     )
 
 
-def read_states() -> list[Any]:
+def read_random_states() -> list[object]:
     """Return the global random states of this process; None for a library that is not loaded."""
     return [generator and generator[0]() for generator in _generators()]
 
 
-def restore_states(states: Sequence[Any]) -> None:
-    """Restore the random states that `read_states` returned."""
+def restore_random_states(states: Sequence[object]) -> None:
+    """Restore the random states that `read_random_states` returned."""
     for generator, state in zip(_generators(), states, strict=True):
         if generator is not None and state is not None:
             generator[1](state)
 
 
-def equalize(exchange: Exchange) -> None:
+def equalize_random_states(exchange: Exchange) -> None:
     """Make the random states of all ranks equal; every rank of the test has to call this."""
     # The repr of a tensor omits elements, so convert the tensor to a list.
-    states = [state.tolist() if hasattr(state, "tolist") else state for state in read_states()]
+    states = [
+        state.tolist() if hasattr(state, "tolist") else state for state in read_random_states()
+    ]
     digests = " ".join(hashlib.sha256(repr(state).encode()).hexdigest() for state in states)
     by_rank = [text.split() for text in exchange.share("random", digests)]
     for generator, by_library in zip(_generators(), zip(*by_rank, strict=True), strict=True):

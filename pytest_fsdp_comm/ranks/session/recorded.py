@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_fsdp_comm.ranks.wire.results import RankResult, WarningSeen
-from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
+from pytest_fsdp_comm.text.rank_lists import group_ranks_by_text, name_ranks
 
 _Property = tuple[str, Any]
 
@@ -27,10 +27,10 @@ def merge_user_properties(
             if phase.report.get("when") == report.when and not phase.is_subtest
         }
         if by_rank:
-            report.user_properties = merged_properties(by_rank)
+            report.user_properties = merge_properties(by_rank)
 
 
-def merged_properties(by_rank: Mapping[int, Sequence[_Property]]) -> list[_Property]:
+def merge_properties(by_rank: Mapping[int, Sequence[_Property]]) -> list[_Property]:
     """Merge properties in order; if values differ between ranks, add the ranks to the name."""
     names = dict.fromkeys(name for properties in by_rank.values() for name, _ in properties)
     merged: list[_Property] = []
@@ -39,7 +39,9 @@ def merged_properties(by_rank: Mapping[int, Sequence[_Property]]) -> list[_Prope
             rank: [value for property_name, value in properties if property_name == name]
             for rank, properties in by_rank.items()
         }
-        folded = list(fold_equal({rank: repr(texts) for rank, texts in values.items() if texts}))
+        folded = list(
+            group_ranks_by_text({rank: repr(texts) for rank, texts in values.items() if texts})
+        )
         for ranks, _ in folded:
             label = name if len(folded) == 1 else f"{name} ({name_ranks(ranks)})"
             merged += [(label, value) for value in values[ranks[0]]]
@@ -51,7 +53,7 @@ def replay_warnings(config: pytest.Config, results: Iterable[RankResult]) -> Non
     for warning in dict.fromkeys(warning for result in results for warning in result.warnings):
         config.hook.pytest_warning_recorded.call_historic(
             kwargs={
-                "warning_message": _rebuilt(warning),
+                "warning_message": _rebuild(warning),
                 "when": warning.when,
                 "nodeid": warning.nodeid,
                 "location": warning.location,
@@ -59,7 +61,7 @@ def replay_warnings(config: pytest.Config, results: Iterable[RankResult]) -> Non
         )
 
 
-def _rebuilt(warning: WarningSeen) -> warnings.WarningMessage:
+def _rebuild(warning: WarningSeen) -> warnings.WarningMessage:
     try:
         category = getattr(importlib.import_module(warning.category_module), warning.category_name)
     except (ImportError, AttributeError):

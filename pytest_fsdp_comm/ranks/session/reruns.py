@@ -36,7 +36,7 @@ def run_with_reruns(
         reports = attempt()
         for report in reports:
             # The wrapper expects the test's exception, but only a rank has it, so rebuild it.
-            error = rebuilt_error(report)
+            error = rebuild_error(report)
             excinfo = error and SimpleNamespace(value=error)
             wrapper = plugin.pytest_runtest_makereport(
                 item, SimpleNamespace(excinfo=excinfo, when=report.when)
@@ -54,7 +54,7 @@ def run_with_reruns(
         plugin.runtestprotocol = original
 
 
-def rebuilt_error(report: pytest.TestReport) -> BaseException | None:
+def rebuild_error(report: pytest.TestReport) -> BaseException | None:
     """Rebuild a merged report's exception from its name and message; None if nothing failed."""
     if not report.failed:
         return None

@@ -18,7 +18,7 @@ from typing import Any, Final
 import pytest
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.marker import with_further_ranks
+from pytest_fsdp_comm.marker import add_ranks
 from pytest_fsdp_comm.options import (
     MARKER_NAME,
     OPTIONS,
@@ -28,11 +28,15 @@ from pytest_fsdp_comm.options import (
     DistributedSettings,
 )
 from pytest_fsdp_comm.ranks.rank.context import RankExtension
-from pytest_fsdp_comm.ranks.rank.debugger import copied_terminal, kept_foreground
-from pytest_fsdp_comm.ranks.rank.gpus import name_missing_gpu, visible_gpu_count, visible_gpu_names
+from pytest_fsdp_comm.ranks.rank.debugger import copy_terminal, keep_foreground
+from pytest_fsdp_comm.ranks.rank.gpus import (
+    blame_missing_gpu_in_errors,
+    visible_gpu_count,
+    visible_gpu_names,
+)
 from pytest_fsdp_comm.ranks.rank.isolation import live_log_handler, resolve_basetemp
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate, silence_coverage
-from pytest_fsdp_comm.ranks.rank.process_group import gpus_of
+from pytest_fsdp_comm.ranks.rank.process_group import count_gpus_of_ranks
 from pytest_fsdp_comm.ranks.session.recorded import merge_user_properties, replay_warnings
 from pytest_fsdp_comm.ranks.session.reruns import run_with_reruns
 from pytest_fsdp_comm.ranks.session.supervision import Supervision
@@ -50,12 +54,12 @@ from pytest_fsdp_comm.ranks.start.fork_server import (
     fork_server,
 )
 from pytest_fsdp_comm.ranks.start.slots import Slots
-from pytest_fsdp_comm.ranks.start.spawn import reason_to_spawn, spawn_server
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.start.spawn import find_reason_to_spawn, spawn_server
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 from pytest_fsdp_comm.ranks.wire.messages import NextTest, RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import RankResult, SessionExit
 from pytest_fsdp_comm.text.codec import load_tagged
-from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
+from pytest_fsdp_comm.text.rank_lists import group_ranks_by_text, name_ranks
 
 # Numbers that name the directories of rank sets; all runners of this process share the counter.
 _SET_NUMBERS: Final = itertools.count(1)
@@ -99,7 +103,7 @@ class RankRunner:
 
     def start(self) -> None:
         """Fork the fork server, or start a process that spawns ranks if a fork is not safe."""
-        self._terminal = copied_terminal(self._session.config)
+        self._terminal = copy_terminal(self._session.config)
         self._random_state = random.getstate()
         silence_coverage()
         self._start_server()
@@ -117,7 +121,7 @@ class RankRunner:
                 ranks=options.rank_slots if is_bounded else None,
                 gpus=gpus,
             )
-            self._fallback_reason = "" if self._launched else reason_to_spawn(options.start)
+            self._fallback_reason = "" if self._launched else find_reason_to_spawn(options.start)
             if self._launched:
                 self._server = self._launched
             elif self._fallback_reason:
@@ -161,14 +165,14 @@ class RankRunner:
 
     def _gpus(self) -> tuple[str, ...]:
         settings = (item.stash.get(SETTINGS, None) for item in self._session.items)
-        if not any(setting is not None and gpus_of(setting) for setting in settings):
+        if not any(setting is not None and count_gpus_of_ranks(setting) for setting in settings):
             return ()  # counting GPUs would import torch in this process
         return visible_gpu_names(os.environ, visible_gpu_count())
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """Run one test and log its reports, as `pytest_runtest_protocol` must."""
         hook = item.ihook
-        attempt = partial(self._attempt, item, nextitem)
+        attempt = partial(self._run_and_merge_reports, item, nextitem)
         if not run_with_reruns(item, nextitem, attempt):
             hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
             for report in attempt():
@@ -178,22 +182,23 @@ class RankRunner:
         # the fixtures that the next test does not use.
         item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001  # as pytest's runner
 
-    def _attempt(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
-        results = self._run_ranks(item, nextitem)
+    def _run_and_merge_reports(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> list[pytest.TestReport]:
+        results = self._run_until_ranks_suffice(item, nextitem)
         load = partial(item.config.hook.pytest_report_from_serializable, config=item.config)
         reports = merge_reports(
             item,
             results,
             lambda data: load(data=data),
             limit=_limit_of(item)[1],
-            are_forked=not (self._launched or self._fallback_reason),
         )
         replay_warnings(item.config, results.values())
         exits = {rank: each.session_exit for rank, each in results.items() if each.session_exit}
         if exits:
             _exit_session(item, exits, reports)
             return reports
-        reports = self._extended(item, results, reports)
+        reports = self._run_extensions(item, results, reports)
         merge_user_properties(reports, results)
         return reports
 
@@ -213,14 +218,14 @@ class RankRunner:
         self._terminal = ()
 
     def _prepare_ranks(self) -> RunRank:
-        name_missing_gpu()
+        blame_missing_gpu_in_errors()
         template = RankTemplate(self._session, self._extensions, random_state=self._random_state)
         return template.run_rank
 
     def _next_test(self, candidate: pytest.Item | None, item: pytest.Item) -> NextTest:
         """Return what the ranks of `item` do next if pytest's next test is `candidate`."""
         settings = item.stash[SETTINGS]
-        if self._launched or (settings.scope == "module" and self._is_bounded(settings)):
+        if self._launched or (settings.scope == "module" and self._is_limited_by_slots(settings)):
             # Keep the ranks, but let them tear down all fixtures. Launched ranks run every test of
             # the session. Ranks with slots end earlier if another process needs the slots.
             return NextTest(is_none=False)
@@ -236,13 +241,15 @@ class RankRunner:
             candidate = items[index + 1] if index + 1 < len(items) else None
         return NextTest()
 
-    def _run_ranks(self, item: pytest.Item, nextitem: pytest.Item | None) -> dict[int, RankResult]:
+    def _run_until_ranks_suffice(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> dict[int, RankResult]:
         results = self._run_once(item, nextitem)
         further = {rank for result in results.values() for rank in result.further_ranks}
         if further:
             settings, options = item.stash[SETTINGS], item.config.stash[OPTIONS]
             try:
-                item.stash[SETTINGS] = with_further_ranks(settings, further, options)
+                item.stash[SETTINGS] = add_ranks(settings, further, options)
             except BadValueError as problem:
                 self._problems.append(f"@pytest.mark.{MARKER_NAME}: {problem}")
                 return results
@@ -255,11 +262,11 @@ class RankRunner:
         began_at = time.time()
         try:
             try:
-                ranks = self._begin(item, nextitem)
-                # Start the clock here, because waiting for slots does not count as test time.
+                ranks = self._reuse_or_start_ranks(item, nextitem)
+                # Waiting for slots counts neither as start-up nor as test time.
                 started_at = time.monotonic()
                 try:
-                    with kept_foreground(self._terminal):
+                    with keep_foreground(self._terminal):
                         results = ranks.run(
                             started_at=started_at,
                             timeout_s=_limit_of(item)[0],
@@ -272,9 +279,10 @@ class RankRunner:
             except (ServerDiedError, _NotStartedError) as error:
                 died = error
             if died is not None:
-                # `_lose_ranks` forks a new server, so call it outside the handler. Otherwise, each
-                # exception in that server's ranks would have this exception as its context.
-                results = self._lose_ranks(item, died, began_at)
+                # `_recover_from_lost_ranks` forks a new server, so call it outside the handler.
+                # Otherwise, each exception in that server's ranks would have this exception as its
+                # context.
+                results = self._recover_from_lost_ranks(item, died, began_at)
             keeps = (
                 item.stash[SETTINGS].scope == "module"
                 # A spawned rank cannot run another test, because it has collected only this one.
@@ -285,8 +293,11 @@ class RankRunner:
                 # process is waiting for slots; see Note [Slots].
                 and (
                     self._shared_slots is None
-                    or not self._is_bounded(self._supervision.spec.settings)
-                    or (self._suits(self._supervision, nextitem) and not self._slots.are_wanted())
+                    or not self._is_limited_by_slots(self._supervision.spec.settings)
+                    or (
+                        self._can_reuse(self._supervision, nextitem)
+                        and not self._slots.are_wanted()
+                    )
                 )
             )
         except BaseException:
@@ -297,24 +308,27 @@ class RankRunner:
             self._end_ranks()
         return results
 
-    def _suits(self, supervision: Supervision, item: pytest.Item | None) -> bool:
+    def _can_reuse(self, supervision: Supervision, item: pytest.Item | None) -> bool:
         return (
             item is not None
             and supervision.spec.settings == item.stash.get(SETTINGS, None)
             and _module(self._session.items[supervision.spec.item_index]) is _module(item)
         )
 
-    def _is_bounded(self, settings: DistributedSettings) -> bool:
-        return self._session.config.stash[OPTIONS].rank_slots is not None or gpus_of(settings) > 0
+    def _is_limited_by_slots(self, settings: DistributedSettings) -> bool:
+        return (
+            self._session.config.stash[OPTIONS].rank_slots is not None
+            or count_gpus_of_ranks(settings) > 0
+        )
 
-    def _begin(self, item: pytest.Item, nextitem: pytest.Item | None) -> Supervision:
+    def _reuse_or_start_ranks(self, item: pytest.Item, nextitem: pytest.Item | None) -> Supervision:
         index = self._indices[item]
         supervision = self._supervision
         if self._unpreparable:
             raise ServerDiedError(self._unpreparable)
         if (
             supervision is not None
-            and self._suits(supervision, item)
+            and self._can_reuse(supervision, item)
             and supervision.can_run(index)
             and not supervision.server.has_died
         ):
@@ -336,7 +350,7 @@ class RankRunner:
             raise _NotStartedError(str(error)) from None
         return self._supervision
 
-    def _lose_ranks(
+    def _recover_from_lost_ranks(
         self, item: pytest.Item, error: ServerDiedError | _NotStartedError, began_at: float
     ) -> dict[int, RankResult]:
         self._end_ranks()
@@ -360,14 +374,16 @@ class RankRunner:
         config, settings = self._session.config, item.stash[SETTINGS]
         debugged = config.stash[OPTIONS].pdb_rank
         next_test = NextTest() if self._fallback_reason else self._next_test(nextitem, item)
-        with self._slots.turn(ranks=len(settings.ranks), gpus=gpus_of(settings)) as grant:
+        with self._slots.wait_for_free_slots(
+            ranks=len(settings.ranks), gpus=count_gpus_of_ranks(settings)
+        ) as grant:
             spec = RankSetSpec(
                 item_index=self._indices[item],
                 nodeid=item.nodeid,
                 settings=settings,
                 directory=directory,
                 basetemp=resolve_basetemp(config),
-                echoes=_echoes(config),
+                echoes=_list_echoed_streams(config),
                 next_test=next_test,
                 store_prefix=f"{directory.parent.name}/{directory.name}",
                 terminal=self._terminal,
@@ -377,16 +393,20 @@ class RankRunner:
                 gpus=grant.gpus,
             )
             connections = self._server.start_ranks(spec)
-        return Supervision(spec, self._server, connections, config)
+        return Supervision(
+            spec, self._server, connections, config, are_spawned=bool(self._fallback_reason)
+        )
 
     def _end_ranks(self, *, is_hurried: bool = False) -> None:
         """End the rank set, if any. Unless hurried, the next test reports ranks that survive."""
         supervision, self._supervision = self._supervision, None
         if supervision is not None:
-            problems, unended = supervision.end(HURRIED_S if is_hurried else under_load(PATIENCE_S))
+            problems, unended = supervision.end(
+                HURRIED_S if is_hurried else extend_under_load(PATIENCE_S)
+            )
             self._problems += problems if is_hurried else [*problems, *unended]
 
-    def _extended(
+    def _run_extensions(
         self, item: pytest.Item, results: Mapping[int, RankResult], reports: list[pytest.TestReport]
     ) -> list[pytest.TestReport]:
         """Pass all ranks' payloads to the extensions; fail the test if they return problems."""
@@ -422,7 +442,9 @@ def _exit_session(
     item: pytest.Item, exits: Mapping[int, SessionExit], reports: Sequence[pytest.TestReport]
 ) -> None:
     """End the session because ranks asked for it; name them unless all gave the same reason."""
-    reasons = fold_equal({rank: session_exit.reason for rank, session_exit in exits.items()})
+    reasons = group_ranks_by_text(
+        {rank: session_exit.reason for rank, session_exit in exits.items()}
+    )
     text = "; ".join(f"{name_ranks(ranks)}: {reason}" for ranks, reason in reasons)
     if len(reasons) == 1 and len(exits) == len(item.stash[SETTINGS].ranks):
         text = reasons[0][1]
@@ -454,7 +476,7 @@ def _module(item: pytest.Item) -> pytest.Module | None:
     return item.getparent(pytest.Module)
 
 
-def _echoes(config: pytest.Config) -> tuple[str, ...]:
+def _list_echoed_streams(config: pytest.Config) -> tuple[str, ...]:
     shows_terminal = live_log_handler(config) is not None or any(
         config.getoption(name, default=False) for name in ("setupshow", "setuponly", "setupplan")
     )

@@ -19,7 +19,8 @@ from typing import Any, TypeAlias
 import pytest
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack, with_code
+from pytest_fsdp_comm.ranks.hangs.stacks import append_code, read_dump, show_stack
+from pytest_fsdp_comm.ranks.hangs.terminate import load_position
 from pytest_fsdp_comm.ranks.hangs.waiting import Stranded, find_stranded
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept
 from pytest_fsdp_comm.ranks.session.verdict import describe_positions
@@ -27,7 +28,7 @@ from pytest_fsdp_comm.ranks.start.ending import remove_directory
 from pytest_fsdp_comm.ranks.start.fork_server import RankServer, ServerDiedError
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 from pytest_fsdp_comm.ranks.wire.results import (
     Activity,
     PhaseReport,
@@ -37,7 +38,11 @@ from pytest_fsdp_comm.ranks.wire.results import (
     WarningSeen,
 )
 from pytest_fsdp_comm.text.codec import CodecError
-from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks
+from pytest_fsdp_comm.text.rank_lists import (
+    group_ranks_by_text,
+    name_ranks,
+    prefix_texts_with_ranks,
+)
 
 # How long other ranks may run once a rank has failed. Most fail within a second, because their
 # connections to the failed rank close; a rank that does not fail usually hangs. A rank that is
@@ -53,6 +58,9 @@ _STREAMS = ("stdout", "stderr")
 # Longest pause in the middle of a message. A live rank sends a message without pausing, so a longer
 # pause means that the rank was killed or stopped.
 _STALLS_S = 5.0
+# How long spawned ranks may import and collect before the test begins. Importing torch and a large
+# project takes minutes on a busy network file system; the fork server gets as long.
+STARTS_WITHIN_S = 300.0
 # Maximum number of messages to drain from a rank, in case it never stops sending.
 _DRAINED_MESSAGES = 1000
 
@@ -68,7 +76,10 @@ class Supervision:
         server: RankServer,
         connections: Mapping[int, tuple[Connection, Connection]],
         config: pytest.Config,
+        *,
+        are_spawned: bool = False,
     ) -> None:
+        self._are_spawned = are_spawned
         self.spec = spec
         self.server = server
         self._channels: dict[int, _Channel] = {}
@@ -76,8 +87,8 @@ class Supervision:
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ, None)
         for rank, (connection, watchdog) in connections.items():
-            self._channels[rank] = Channel(connection, stalls_s=under_load(_STALLS_S))
-            self._watchdogs[rank] = Channel(watchdog, stalls_s=under_load(_STALLS_S))
+            self._channels[rank] = Channel(connection, stalls_s=extend_under_load(_STALLS_S))
+            self._watchdogs[rank] = Channel(watchdog, stalls_s=extend_under_load(_STALLS_S))
             self._selector.register(self._channels[rank], selectors.EVENT_READ, rank)
         self._exited: set[int] = set()
         # For each rank and stream, how many bytes of the log are in reports of earlier tests.
@@ -87,7 +98,7 @@ class Supervision:
         if hasattr(config, "workerinput"):  # an xdist worker has no terminal
             self._reporter = None
         self._questions = 0
-        self._begin(spec.next_test)
+        self._reset_for_test(spec.next_test)
 
     # With scope="module", ranks can run several tests. If the next test is sure to run on the same
     # ranks, they keep the fixtures that both tests share, as pytest does. After a test that
@@ -95,8 +106,9 @@ class Supervision:
     # other test follows, they receive `EndTests`, or are killed. If the teardown of a kept fixture
     # fails, the failure is reported with the next test.
 
-    def _begin(self, next_test: messages.NextTest) -> None:
-        self._results = {rank: RankResult(rank=rank) for rank in self.spec.settings.ranks}
+    def _reset_for_test(self, next_test: messages.NextTest) -> None:
+        ranks = self.spec.settings.ranks
+        self._results = {rank: RankResult(rank=rank, is_starting=True) for rank in ranks}
         self._have_ended_tests: set[int] = set()
         self._stranded: Stranded = {}
         self._look_at, self._look_after_s = 0.0, GRACE_S
@@ -108,8 +120,10 @@ class Supervision:
         self._reported = {
             rank: result.reports[-1].nbytes_reported for rank, result in self._results.items()
         }
-        self._begin(next_test)
-        self._tell(self._channels, messages.RunTest(item_index=item_index, next_test=next_test))
+        self._reset_for_test(next_test)
+        self._send_to_ranks(
+            self._channels, messages.RunTest(item_index=item_index, next_test=next_test)
+        )
 
     def run(
         self,
@@ -121,57 +135,66 @@ class Supervision:
     ) -> dict[int, RankResult]:
         """Wait until the test is over on all ranks, or stop them; return the result of each rank.
 
-        The deadline is `timeout_s` after `started_at` (`time.monotonic`). Print progress after
-        `progress_after_s`, and again each time the elapsed time has doubled.
+        The deadline is `timeout_s` after all ranks have begun the test. They were started at
+        `started_at` (`time.monotonic`). Print progress after `progress_after_s`, and again each
+        time the elapsed time has doubled.
         """
         results = self._results.values()
-        deadline = started_at + timeout_s
+        limit_s = extend_under_load(STARTS_WITHIN_S) if self._are_spawned else timeout_s
+        deadline, is_starting, shows_after_s = started_at + limit_s, True, progress_after_s
         grace_ends_at: float | None = None
         was_debugged = False
         while not all(result.is_over for result in results):
             now = time.monotonic()
+            if is_starting and not any(each.is_starting and not each.is_over for each in results):
+                is_starting, started_at, limit_s = False, now, timeout_s
+                deadline, shows_after_s = now + timeout_s, progress_after_s
             if any(result.is_debugging and not result.is_over for result in results):
                 was_debugged = True
                 # Do not stop ranks while a user is debugging, even if a rank has failed.
                 grace_ends_at = None
-                self._wait(_POLL_S)
+                self._process_events(_POLL_S)
                 continue
             if grace_ends_at is None and any(result.has_failed for result in results):
-                grace_ends_at = now + under_load(GRACE_S)
+                grace_ends_at = now + extend_under_load(GRACE_S)
             # A test that has been debugged no longer has a deadline.
             if now > deadline and not was_debugged:
                 has_failed = grace_ends_at is not None
-                self._stop(Stopped.AFTER_FAILURE if has_failed else Stopped.AT_DEADLINE)
+                self._mark_running_as_stopped(
+                    Stopped.AFTER_FAILURE if has_failed else Stopped.AT_DEADLINE
+                )
                 break
             if grace_ends_at is not None and now > grace_ends_at:
                 running = [result.rank for result in results if not result.is_over]
-                if not any(position.is_reporting for position in self._ask(running).values()):
-                    self._stop(Stopped.AFTER_FAILURE)
+                if not any(
+                    position.is_reporting for position in self._ask_positions(running).values()
+                ):
+                    self._mark_running_as_stopped(Stopped.AFTER_FAILURE)
                     break
-                grace_ends_at = time.monotonic() + under_load(GRACE_S)
-            if grace_ends_at is None and self._is_any_stranded(now):
-                self._stop(Stopped.AT_DEADLINE)
+                grace_ends_at = time.monotonic() + extend_under_load(GRACE_S)
+            if grace_ends_at is None and self._check_for_stranded_ranks(now):
+                self._mark_running_as_stopped(Stopped.AT_DEADLINE)
                 break
             after_s = now - started_at
-            if self._reporter is not None and after_s > progress_after_s:
-                self._show_progress(nodeid, after_s)
-                progress_after_s = 2 * after_s
-            self._wait(min(_POLL_S, max(deadline - now, 0.001)))
-        self._finish()
+            if self._reporter is not None and after_s > shows_after_s:
+                self._show_progress(nodeid, after_s, limit_s, is_starting=is_starting)
+                shows_after_s = 2 * after_s
+            self._process_events(min(_POLL_S, max(deadline - now, 0.001)))
+        self._complete_results()
         return dict(self._results)
 
-    def _finish(self) -> None:
+    def _complete_results(self) -> None:
         results = self._results.values()
         # The report compares the last calls of failed ranks, so ask where the ranks are, unless
-        # `_stop` has asked already.
+        # `_mark_running_as_stopped` has asked already.
         has_failed = any(result.has_failed for result in results)
         if has_failed and not any(result.stopped for result in results):
-            self._locate()
+            self._locate_ranks()
         for result in results:
             if result.is_done:
                 at = result.position or Position(site="")
                 result.position = replace(at, activity=Activity.HAS_ENDED)
-        self._echo()
+        self._print_new_log_lines()
         self.is_reusable = not self._exited and all(
             result.is_done and not result.has_failed and result.can_run_another
             for result in results
@@ -188,7 +211,7 @@ class Supervision:
 
     def end(self, within_s: float) -> tuple[list[str], list[str]]:
         """Kill the ranks; describe failed teardowns of kept fixtures, and ranks that survived."""
-        problems = self._late_problems()
+        problems = self._find_late_teardown_problems()
         try:
             done = {rank for rank, result in self._results.items() if result.is_done}
             unended = self.server.end_ranks(
@@ -207,14 +230,14 @@ class Supervision:
             for rank, pid in unended.items()
         ]
 
-    def _late_problems(self) -> list[str]:
+    def _find_late_teardown_problems(self) -> list[str]:
         """Tear down the fixtures that ranks kept for the next test, and describe the failures."""
         # pytest has logged the reports of the last test, so drop these, and collect new reports.
         results = self._results.items()
         self._results = {rank: replace(result, reports=()) for rank, result in results}
         self._end_tests()
         late = {
-            rank: _crash_text(report)
+            rank: _read_failure_message(report)
             for rank, result in self._results.items()
             for report in result.reports
             if report.has_failed
@@ -222,7 +245,7 @@ class Supervision:
         return [
             f"{name_ranks(ranks)}: teardown failed in a fixture of {self.spec.nodeid} or a later "
             f"test of its module:\n{text}"
-            for ranks, text in fold_equal(late)
+            for ranks, text in group_ranks_by_text(late)
         ]
 
     def _end_tests(self) -> None:
@@ -231,26 +254,28 @@ class Supervision:
             return
         self._next_test = messages.NextTest()
         waiting = {rank for rank, result in self._results.items() if result.is_done}
-        self._tell(waiting - self._exited, messages.EndTests())
-        until = time.monotonic() + under_load(GRACE_S)
+        self._send_to_ranks(waiting - self._exited, messages.EndTests())
+        until = time.monotonic() + extend_under_load(GRACE_S)
         with contextlib.suppress(ServerDiedError):  # the ranks died with the server
             while waiting - self._exited - self._have_ended_tests and time.monotonic() < until:
-                self._wait(_POLL_S)
+                self._process_events(_POLL_S)
 
-    def _tell(self, ranks: Iterable[int], message: messages.RunTest | messages.EndTests) -> None:
+    def _send_to_ranks(
+        self, ranks: Iterable[int], message: messages.RunTest | messages.EndTests
+    ) -> None:
         for rank in ranks:
             with contextlib.suppress(OSError):  # the rank has died; `_note_ends` will notice
                 self._channels[rank].send(message)
 
-    def _wait(self, timeout_s: float) -> None:
+    def _process_events(self, timeout_s: float) -> None:
         events = self._selector.select(timeout_s)
         for key, _ in events:
             if key.data is not None:
-                self._read(key.data)
+                self._read_message(key.data)
         # Also check after each timeout, because launched ranks never make `server` readable.
         if not events or any(key.fileobj is self.server for key, _ in events):
             self._note_ends()
-        self._echo()
+        self._print_new_log_lines()
 
     def _note_ends(self) -> None:
         for rank, status in self.server.exit_statuses().items():
@@ -263,6 +288,7 @@ class Supervision:
                 if not self._results[rank].is_done:
                     self._results[rank].status = status
                     self._results[rank].ended_at = time.time()
+                    self._results[rank].position = load_position(self.spec.position_path(rank))
 
     def _drain(self, rank: int) -> None:
         """Read all messages that a rank has sent; see Note [Dead ranks are read first]."""
@@ -270,14 +296,14 @@ class Supervision:
         for _ in range(_DRAINED_MESSAGES):
             if channel.is_closed or not channel.connection.poll(0):
                 break
-            self._read(rank)
+            self._read_message(rank)
 
-    def _read(self, rank: int) -> None:
+    def _read_message(self, rank: int) -> None:
         channel = self._channels[rank]
         try:
             message = channel.receive()
             if message is not None:
-                self._record(self._results[rank], message)
+                self._update_result(self._results[rank], message)
         except (CodecError, OSError) as error:
             result = self._results[rank]
             result.escaped = (
@@ -289,7 +315,7 @@ class Supervision:
         if channel.is_closed:
             self._selector.unregister(channel)
 
-    def _record(self, result: RankResult, message: messages.RankMessage) -> None:
+    def _update_result(self, result: RankResult, message: messages.RankMessage) -> None:
         match message:
             case PhaseReport():
                 result.reports += (message,)
@@ -298,6 +324,8 @@ class Supervision:
                 result.is_debugging = message.precedes_debugger
             case WarningSeen():
                 result.warnings += (message,)
+            case messages.TestBegun():
+                result.is_starting, result.phase_began_at = False, time.time()
             case messages.Debugging():
                 result.is_debugging = message.has_begun
             case messages.TestEnded():
@@ -313,13 +341,13 @@ class Supervision:
             case messages.PositionAnswer():
                 raise CodecError(f"expected a report from a rank, got {type(message).__name__}")
 
-    def _stop(self, why: Stopped) -> None:
+    def _mark_running_as_stopped(self, why: Stopped) -> None:
         """Mark all running ranks as stopped, and record where they are; `end` kills them later."""
         # On a busy machine, a rank may have finished, but its last message may not have been read.
         running = [result for result in self._results.values() if not result.is_over]
         for result in running:
             self._drain(result.rank)
-        self._locate()
+        self._locate_ranks()
         for result in running:
             # Ignore messages that arrive after the deadline: SIGUSR1 may have interrupted the call
             # that hung, so that the test continued.
@@ -328,7 +356,7 @@ class Supervision:
             if not result.is_over:
                 result.stopped, result.ended_at = why, time.time()
 
-    def _locate(self) -> None:
+    def _locate_ranks(self) -> None:
         # Note [Locating ranks]: each rank has a watchdog thread that reports where the rank is. Ask
         # the watchdogs twice: first without groups, which is so quick that all positions are from
         # the same moment, then with groups, which takes CPU time. A rank whose code holds the GIL
@@ -336,20 +364,27 @@ class Supervision:
         # the signal can interrupt the call that the rank is waiting in. If the rank then answers
         # after all, and is still where the dump says, it was only slow.
         results = self._results
-        positions = self._ask(results)
+        positions = self._ask_positions(results)
         running = [rank for rank, result in results.items() if not result.is_over]
         silent = [rank for rank in running if rank not in positions]
         able = [rank for rank, result in results.items() if rank in positions or result.is_done]
-        positions |= self._ask(able, within_s=_GROUPS_S, with_groups=True)
+        positions |= self._ask_positions(able, within_s=_GROUPS_S, with_groups=True)
         positions |= self._dump_stacks(silent)
         for rank, position in positions.items():
             results[rank].position = position
+            if self._is_collecting(rank):
+                results[rank].position = replace(position, activity=Activity.STARTS)
+
+    def _is_collecting(self, rank: int) -> bool:
+        # Forked ranks do not import or collect: they are forked from a process that has.
+        result = self._results[rank]
+        return self._are_spawned and result.is_starting and not result.is_over
 
     def _dump_stacks(self, silent: Collection[int]) -> dict[int, Position]:
         """Locate ranks whose watchdog does not answer; see Note [Locating ranks]."""
         for rank in silent:
             self.server.send_signal(rank, signal.SIGUSR1)
-        until = time.monotonic() + under_load(_DUMP_S)
+        until = time.monotonic() + extend_under_load(_DUMP_S)
         dumped = {}
         for rank in silent:
             frames = read_dump(self.spec.stacks_path(rank), until=until)
@@ -360,10 +395,10 @@ class Supervision:
                 stack=show_stack(frames),
                 activity=Activity.HOLDS_GIL if frames else Activity.SILENT,
             )
-        late = self._ask(silent, with_groups=True)
+        late = self._ask_positions(silent, with_groups=True)
         return dumped | {rank: at for rank, at in late.items() if at.site == dumped[rank].site}
 
-    def _ask(
+    def _ask_positions(
         self, ranks: Collection[int], *, within_s: float = _ANSWER_S, with_groups: bool = False
     ) -> dict[int, Position]:
         """Ask ranks where they are; return the positions of those that answer in time."""
@@ -374,7 +409,7 @@ class Supervision:
                     number=self._questions, with_groups=with_groups
                 )
                 self._watchdogs[rank].send(question)
-        until = time.monotonic() + under_load(within_s)
+        until = time.monotonic() + extend_under_load(within_s)
         positions = {}
         for rank in ranks:
             with contextlib.suppress(OSError, CodecError):
@@ -393,7 +428,7 @@ class Supervision:
                         break
         return positions
 
-    def _is_any_stranded(self, now: float) -> bool:
+    def _check_for_stranded_ranks(self, now: float) -> bool:
         """If a check is due, return whether a rank is stuck waiting for a finished rank."""
         # A rank may run much longer than another rank, but it cannot complete a collective that a
         # finished rank never called. A rank counts as stuck if two checks in a row find it in such
@@ -403,7 +438,9 @@ class Supervision:
         if now < self._look_at:
             return False
         before, limit_s = self._stranded, self.spec.settings.timeout_s
-        self._stranded = find_stranded(self._ask(self._results, with_groups=True), limit_s)
+        self._stranded = find_stranded(
+            self._ask_positions(self._results, with_groups=True), limit_s
+        )
         self._look_after_s = GRACE_S if self._stranded else 2 * self._look_after_s
         self._look_at = time.monotonic() + self._look_after_s
         if not self._stranded or self._stranded != before:
@@ -412,29 +449,39 @@ class Supervision:
             self._results[rank].waited_for = absent
         return True
 
-    def _show_progress(self, nodeid: str, after_s: float) -> None:
+    def _show_progress(
+        self, nodeid: str, after_s: float, limit_s: float, *, is_starting: bool
+    ) -> None:
         sites = {
             rank: "done"
             if position.activity is Activity.HAS_ENDED
-            else f"at {with_code(position.site, position.code) or 'unknown'}"
-            for rank, position in self._ask(self._results).items()
+            else f"at {append_code(position.site, position.code) or 'an unknown line'}"
+            for rank, position in self._ask_positions(self._results).items()
         }
-        where = "; ".join(name_equal(sites))
+        sites |= {
+            rank: "still importing or collecting"
+            for rank in self._results
+            if self._is_collecting(rank)
+        }
+        did, limit = "is still running", f"deadline {limit_s:g} s"
+        if is_starting:
+            did, limit = "has not begun on all ranks", f"limit {limit_s:.0f} s"
+        where = "; ".join(prefix_texts_with_ranks(sites))
         self._reporter.ensure_newline()
         self._reporter.write_line(
-            f"fsdp-comm: {printable(nodeid)} is still running after {after_s:.0f} s "
-            f"(deadline {self.spec.settings.timeout_s:g} s): {where or 'no rank responds'}"
+            f"fsdp-comm: {printable(nodeid)} {did} after {after_s:.0f} s ({limit}): "
+            f"{where or 'no rank responds'}"
         )
 
     def show_interrupt(self, nodeid: str, after_s: float) -> None:
         if self._reporter is not None:
-            self._locate()
+            self._locate_ranks()
             self._reporter.ensure_newline()
             title = f"fsdp-comm: {nodeid} was interrupted after {after_s:.0f} s"
             for line in (title, *describe_positions(self._results)):
                 self._reporter.write_line(printable(line))
 
-    def _echo(self) -> None:
+    def _print_new_log_lines(self) -> None:
         """Print new lines of the logs that `RankSetSpec.echoes` names."""
         for rank, stream in itertools.product(self.spec.settings.ranks, self.spec.echoes):
             with (
@@ -469,7 +516,7 @@ class Supervision:
                         result.unreported[stream] = read_kept(file.fileno(), [(start, end)])
 
 
-def _crash_text(phase: PhaseReport) -> str:
+def _read_failure_message(phase: PhaseReport) -> str:
     longrepr = phase.report["longrepr"]
     crash = longrepr.get("reprcrash") if isinstance(longrepr, dict) else None
     return str(crash["message"] if crash else longrepr)

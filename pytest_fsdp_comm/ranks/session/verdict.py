@@ -17,7 +17,11 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.ranks.hangs.waiting import explain_mismatch, explain_waiting, list_stacks
 from pytest_fsdp_comm.ranks.wire.results import Activity, Position, RankResult, Stopped
 from pytest_fsdp_comm.snapshots.failed_comparison import DIFFERS, EXPLAINS, HANGS_AT
-from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks
+from pytest_fsdp_comm.text.rank_lists import (
+    group_ranks_by_text,
+    name_ranks,
+    prefix_texts_with_ranks,
+)
 
 When = Literal["setup", "call", "teardown"]
 LoadReport = Callable[[dict[str, Any]], pytest.TestReport]
@@ -33,14 +37,12 @@ _BACKEND_ERROR = re.compile(r"Connection (closed|reset) by peer|/gloo/|DistBacke
 # The message that libstdc++ prints when an uncaught exception ends the process.
 _UNCAUGHT = re.compile(r"^terminate called after .* of '(.+)'\n  what\(\):  (.+)", re.MULTILINE)
 
-_LOST_THREADS = (
-    "Ranks are forked: they lack threads that a library started before the fork. If a rank waits "
-    "for such a thread, start ranks as new processes: --comm-start=spawn (ini fsdp_comm_start = "
-    "spawn)."
-)
-
+_OUT_OF_MEMORY = ", perhaps because memory ran out (see dmesg)"
 _IS_AT = "{ranks} {is} at (innermost frame first):"
+_STARTS_AT = "{ranks} {is} still importing or collecting, at (innermost frame first):"
+_WAS_AT = "{ranks} {was} at (innermost frame first):"
 _WAS_RUNNING = "{ranks} {was} still running when the test was stopped, at:"
+_WAS_STARTING = "{ranks} {was} still importing or collecting when the test was stopped, at:"
 _WAS_REPORTING = "{ranks} {was} stopped while formatting {its} failure report; {its} failure is at:"
 
 # The key of ``msg`` and ``kwargs`` in a subtest's report, as pytest 8.4 to 9.2 serializes it.
@@ -71,7 +73,7 @@ class _Ran:
 
     @property
     def outcome(self) -> _Outcome:
-        return _outcome(self.phases.values())
+        return _read_outcome(self.phases.values())
 
 
 _Ranks = Mapping[int, _Ran]
@@ -100,24 +102,23 @@ def merge_reports(
     load: LoadReport,
     *,
     limit: str,
-    are_forked: bool,
 ) -> list[pytest.TestReport]:
     """Merge the reports of all ranks into the reports that pytest logs for the test.
 
     Return a report for each phase that ran, preceded by the reports of its subtests. `limit` is the
     time limit in words, such as ``120 s``.
     """
-    ranks = {rank: _loaded(result, load) for rank, result in sorted(results.items())}
-    subtests = _merged_subtests(ranks)
+    ranks = {rank: _load_reports(result, load) for rank, result in sorted(results.items())}
+    subtests = _merge_subtests(ranks)
     raised = [
-        _raised(rank, when, report)
+        _describe_failure(rank, when, report)
         for rank, ran in ranks.items()
         for when, report in ran.phases.items()
         if report.failed
     ]
     failures = sorted(
         # Deaths are listed first and the sort is stable, so a death precedes simultaneous failures.
-        [*_deaths(ranks), *raised, *_timeouts(ranks, limit, are_forked=are_forked)],
+        [*_find_deaths(ranks), *raised, *_find_timeouts(ranks, limit)],
         key=lambda failure: (
             failure.at == math.inf,
             failure.is_echo,
@@ -125,27 +126,27 @@ def merge_reports(
             failure.at,
         ),
     )
-    failures = _explained_first(failures)
+    failures = _put_explaining_first(failures)
     exited = [ran for ran in ranks.values() if ran.result.session_exit is not None]
     if exited and all(failure.is_echo for failure in failures):
         failures = []
     # Collect the sections of all phases first: the sections of a phase can come from the report of
-    # the previous phase, which `_completed` changes.
-    sections = {when: _sections(ranks, when) for when in _PHASES}
+    # the previous phase, which `_set_sections_and_duration` changes.
+    sections = {when: _merge_output(ranks, when) for when in _PHASES}
     merged: dict[When, pytest.TestReport] = {}
     for when in _PHASES:
         reports = [ran.phases[when] for ran in ranks.values() if when in ran.phases]
         is_teardown = when == "teardown"
         blamed = [failure for failure in failures if (failure.when == "teardown") == is_teardown]
         if blamed and blamed[0].when == when:
-            report = _failed(item, blamed, ranks)
+            report = _make_failure_report(item, blamed, ranks)
         elif reports:
             # A phase counts as skipped only if every rank skipped it.
             report = next((report for report in reports if report.passed), reports[0])
         else:
             continue
         unfinished = [ran.result.unfinished_s for ran in ranks.values() if ran.unfinished == when]
-        merged[when] = _completed(report, reports, sections[when], unfinished)
+        merged[when] = _set_sections_and_duration(report, reports, sections[when], unfinished)
     if exited:
         # As in pytest, neither the phase that called pytest.exit nor a later phase gets a report.
         cut = _PHASES[min(_PHASES.index(ran.unfinished) for ran in exited) :]
@@ -155,7 +156,7 @@ def merge_reports(
             if when not in cut or (failures and report.failed)
         }
     elif not failures:
-        _add_disagreement(item, merged, ranks, sections["call"])
+        _fail_if_outcomes_differ(item, merged, ranks, sections["call"])
     setup, call = merged.get("setup"), merged.get("call")
     # If setup failed on a rank, drop the call report of the other ranks. If setup was skipped but
     # the call failed, a plugin made the call fail, so keep its report.
@@ -168,7 +169,7 @@ def merge_reports(
     ]
 
 
-def _loaded(result: RankResult, load: LoadReport) -> _Ran:
+def _load_reports(result: RankResult, load: LoadReport) -> _Ran:
     # Plugins can add further reports for a phase, and reports for phases that pytest does not have.
     # If a phase has several reports, use the first that failed.
     ran = _Ran(result=result)
@@ -209,7 +210,7 @@ def name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
     return json.dumps([data[_CONTEXT]["msg"], data[_CONTEXT]["kwargs"]], default=repr)
 
 
-def _merged_subtests(ranks: _Ranks) -> dict[When, list[pytest.TestReport]]:
+def _merge_subtests(ranks: _Ranks) -> dict[When, list[pytest.TestReport]]:
     """Return merged subtest reports by phase; omit subtests that a rank may not have finished."""
     by_key: dict[tuple[str, int], dict[int, _Subtest]] = {}
     for rank, ran in ranks.items():
@@ -225,33 +226,37 @@ def _merged_subtests(ranks: _Ranks) -> dict[When, list[pytest.TestReport]]:
             for rank, ran in ranks.items()
             if rank not in on_ranks
         }
-        report = _merged_subtest(on_ranks, may_have_begun)
+        report = _merge_subtest(on_ranks, may_have_begun)
         if report.failed or not any(may_have_begun.values()):
             merged[when].append(report)
     return merged
 
 
-def _merged_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) -> pytest.TestReport:
+def _merge_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) -> pytest.TestReport:
     """Merge the reports of one subtest; `others` are the ranks that did not finish it."""
     reports = {rank: report for rank, (_, report) in on_ranks.items()}
     failures = sorted(
-        [_raised(rank, when, report) for rank, (when, report) in on_ranks.items() if report.failed],
+        [
+            _describe_failure(rank, when, report)
+            for rank, (when, report) in on_ranks.items()
+            if report.failed
+        ],
         key=lambda failure: failure.at,
     )
-    failures = _explained_first(failures)
-    sections = _folded(
+    failures = _put_explaining_first(failures)
+    sections = _merge_sections(
         {rank: report.sections for rank, report in reports.items()},
         several=len(on_ranks) + len(others) > 1,
     )
-    outcomes = {rank: _outcome([report]) for rank, report in reports.items()}
+    outcomes = {rank: _read_outcome([report]) for rank, report in reports.items()}
     if failures and failures[0].report is not None:
-        lines = _later(failures)
+        lines = _describe_other_failures(failures)
         unfailed = {rank: outcomes[rank] for rank, report in reports.items() if not report.failed}
-        lines += _unfailed_ranks(unfailed, skipped="skipped this subtest")
-        lines += name_equal(dict.fromkeys(others, "did not finish this subtest"))
-        report = _with_others(
+        lines += _describe_unfailed_ranks(unfailed, skipped="skipped this subtest")
+        lines += prefix_texts_with_ranks(dict.fromkeys(others, "did not finish this subtest"))
+        report = _append_others(
             failures[0].report,
-            _like_first(failures),
+            _list_ranks_that_failed_alike(failures),
             "\n".join(lines),
             rank_count=len(on_ranks),
             is_first=len(failures) > 1,
@@ -259,13 +264,13 @@ def _merged_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) -
     else:
         merged = [*reports.values()]
         report = next((report for report in merged if report.passed), merged[0])
-        if not _agree(outcomes):
+        if not _has_single_outcome(outcomes):
             report.outcome = "failed"
-            report.longrepr = _disagreement(outcomes)
-    return _completed(report, [*reports.values()], sections)
+            report.longrepr = _describe_disagreement(outcomes)
+    return _set_sections_and_duration(report, [*reports.values()], sections)
 
 
-def _raised(rank: int, when: When, report: pytest.TestReport) -> _Failure:
+def _describe_failure(rank: int, when: When, report: pytest.TestReport) -> _Failure:
     crash = getattr(report.longrepr, "reprcrash", None)
     # If a comparison failed, only one rank's crash message explains the diff. So prefer `DIFFERS`,
     # the first line of the failure, which is equal on all ranks that failed in the same way.
@@ -278,7 +283,7 @@ def _raised(rank: int, when: When, report: pytest.TestReport) -> _Failure:
     return _Failure(rank=rank, when=when, at=report.stop, report=report, text=text, is_echo=is_echo)
 
 
-def _explained_first(failures: Sequence[_Failure]) -> list[_Failure]:
+def _put_explaining_first(failures: Sequence[_Failure]) -> list[_Failure]:
     """Put a failure that explains a snapshot diff first, if its text equals the first failure's."""
     return sorted(
         failures,
@@ -286,24 +291,27 @@ def _explained_first(failures: Sequence[_Failure]) -> list[_Failure]:
     )
 
 
-def _deaths(ranks: _Ranks) -> Iterable[_Failure]:
+def _find_deaths(ranks: _Ranks) -> Iterable[_Failure]:
     for rank, ran in ranks.items():
         result, when = ran.result, ran.unfinished
         if isinstance(result.status, str):
             yield _Failure(rank=rank, when=when, at=-math.inf, text=result.status)
         elif result.has_died and result.session_exit is None:
-            uncaught = _uncaught(result)
+            uncaught = _describe_cpp_exception(result)
+            during = "before it began the test" if result.is_starting else f"during {when}"
             yield _Failure(
                 rank=rank,
                 when=when,
                 at=result.ended_at or 0.0,
-                text=f"{_end_of(result)} during {when}{uncaught}",
+                # Linux kills a large process with SIGKILL when memory runs out.
+                text=f"{_describe_end(result)} {during}{uncaught}"
+                + (_OUT_OF_MEMORY if result.status == -signal.SIGKILL else ""),
                 # gloo aborts a rank that receives a message of an unexpected size from a peer.
                 is_echo="gloo::" in uncaught,
             )
 
 
-def _end_of(result: RankResult) -> str:
+def _describe_end(result: RankResult) -> str:
     if result.escaped is not None:
         return f"left the test with {result.escaped}"
     status = result.status
@@ -316,7 +324,7 @@ def _end_of(result: RankResult) -> str:
     return f"was killed by signal {-status} ({name})"
 
 
-def _uncaught(result: RankResult) -> str:
+def _describe_cpp_exception(result: RankResult) -> str:
     """Return the uncaught C++ exception that aborted a rank, in words; "" if there was none."""
     uncaught = _UNCAUGHT.search(result.unreported.get("stderr", ""))
     if uncaught is None or result.escaped is not None or result.status != -signal.SIGABRT:
@@ -324,28 +332,35 @@ def _uncaught(result: RankResult) -> str:
     return f": {uncaught[1]}: {uncaught[2]}"
 
 
-def _timeouts(ranks: _Ranks, limit: str, *, are_forked: bool) -> Iterable[_Failure]:
-    late = _stopped(ranks, Stopped.AT_DEADLINE)
+def _find_timeouts(ranks: _Ranks, limit: str) -> Iterable[_Failure]:
+    late = _list_stopped(ranks, Stopped.AT_DEADLINE)
     if not late:
         return
     finished = [rank for rank in ranks if rank not in late]
     outcomes = {rank: ranks[rank].outcome for rank in finished}
-    late_at = [ranks[rank].result.position for rank in late]
     lines = [
-        *_waiting(ranks, blamed=()),
-        *_unfailed_ranks({rank: how for rank, how in outcomes.items() if how[0] != "passed"}),
-        *list_stacks(_stacks(ranks, late), _IS_AT),
+        *_explain_waiting(ranks, blamed=()),
+        *_describe_unfailed_ranks(
+            {rank: how for rank, how in outcomes.items() if how[0] != "passed"}
+        ),
+        *_list_running_stacks(ranks, late),
         *([f"{name_ranks(finished)} had finished."] if finished else []),
-        *([_LOST_THREADS] if are_forked and any(map(_may_lack_threads, late_at)) else []),
     ]
     text = "\n".join(lines)
     sites = {ran.result.position.site for ran in ranks.values() if ran.result.position} - {""}
     first = min(filter(text.__contains__, sites), key=text.index, default="")
     has_stranded = any(ranks[rank].result.waited_for for rank in late)
-    for rank in sorted(late, key=lambda rank: not ranks[rank].result.waited_for):
-        absent = _left(ranks, ranks[rank].result.waited_for)
+    is_starting = any(ranks[rank].result.is_starting for rank in late)
+    for rank in sorted(
+        late, key=lambda rank: not (ranks[rank].result.waited_for or ranks[rank].result.is_starting)
+    ):
+        result = ranks[rank].result
+        absent = _describe_departures(ranks, result.waited_for)
         title = "had not finished."
-        if absent or not has_stranded:
+        if result.is_starting:
+            title = f"did not begin the test within {result.unfinished_s:.0f} s; "
+            title += "all ranks were stopped."
+        elif absent or not (has_stranded or is_starting):
             did = f"waited for {absent}" if absent else f"did not finish within {limit}"
             title = f"{did}; all ranks were stopped."
         yield _Failure(
@@ -363,41 +378,51 @@ def describe_positions(results: Mapping[int, RankResult]) -> list[str]:
     running = [rank for rank, ran in ranks.items() if not ran.result.is_over]
     finished = [rank for rank, ran in ranks.items() if ran.result.is_done]
     return [
-        *_waiting(ranks, blamed=()),
-        *list_stacks(_stacks(ranks, running), _IS_AT),
+        *_explain_waiting(ranks, blamed=()),
+        *_list_running_stacks(ranks, running),
         *([f"{name_ranks(finished)} had finished."] if finished else []),
     ]
 
 
-def _left(ranks: _Ranks, absent: Iterable[int]) -> str:
+def _list_running_stacks(ranks: _Ranks, running: Iterable[int]) -> list[str]:
+    starting, begun = _split_starting(ranks, running)
+    return [
+        *list_stacks(_collect_stacks(ranks, starting), _STARTS_AT),
+        *list_stacks(_collect_stacks(ranks, begun), _IS_AT),
+    ]
+
+
+def _split_starting(ranks: _Ranks, running: Iterable[int]) -> tuple[list[int], list[int]]:
+    """Return the ranks that are still importing or collecting, and the other ranks."""
+    split: tuple[list[int], list[int]] = ([], [])
+    for rank in running:
+        position = ranks[rank].result.position
+        split[position is None or position.activity is not Activity.STARTS].append(rank)
+    return split
+
+
+def _describe_departures(ranks: _Ranks, absent: Iterable[int]) -> str:
     """Describe how ranks left the test: ``rank 1, which had already skipped the test``."""
     outcomes = {rank: ranks[rank].outcome for rank in absent}
-    did = {rank: _in_words(how, passed="finished the test") for rank, how in outcomes.items()}
-    parts = [f"{name_ranks(same)}, which had already {text}" for same, text in fold_equal(did)]
+    did = {
+        rank: _describe_outcome(how, passed="finished the test") for rank, how in outcomes.items()
+    }
+    parts = [
+        f"{name_ranks(same)}, which had already {text}" for same, text in group_ranks_by_text(did)
+    ]
     return " and ".join(parts)
 
 
-def _may_lack_threads(position: Position | None) -> bool:
-    """Return whether a rank might be waiting, outside torch, for a thread that the fork lost."""
-    return (
-        position is not None
-        and position.activity in (Activity.RUNS, Activity.HOLDS_GIL)
-        and not (position.is_waiting or position.is_reporting)
-        and "(" in position.code
-        and "sleep(" not in position.code
-    )
-
-
-def _stopped(ranks: _Ranks, why: Stopped) -> list[int]:
+def _list_stopped(ranks: _Ranks, why: Stopped) -> list[int]:
     return [rank for rank, ran in ranks.items() if ran.result.stopped is why]
 
 
-def _stacks(ranks: _Ranks, stopped: Iterable[int]) -> dict[int, str]:
+def _collect_stacks(ranks: _Ranks, stopped: Iterable[int]) -> dict[int, str]:
     positions = {rank: ranks[rank].result.position for rank in stopped}
     return {rank: "\n".join(at.stack) if at else "" for rank, at in positions.items()}
 
 
-def _waiting(ranks: _Ranks, *, blamed: Sequence[int]) -> list[str]:
+def _explain_waiting(ranks: _Ranks, *, blamed: Sequence[int]) -> list[str]:
     positions = {
         rank: ran.result.position or Position(site="", activity=Activity.SILENT)
         for rank, ran in ranks.items()
@@ -406,31 +431,35 @@ def _waiting(ranks: _Ranks, *, blamed: Sequence[int]) -> list[str]:
     return explain_waiting(positions, blamed=blamed)
 
 
-def _failed(item: pytest.Item, failures: Sequence[_Failure], ranks: _Ranks) -> pytest.TestReport:
+def _make_failure_report(
+    item: pytest.Item, failures: Sequence[_Failure], ranks: _Ranks
+) -> pytest.TestReport:
     """Return the report of a failed phase: the first failure, then a summary of the other ranks."""
     first = failures[0]
-    failing = _like_first(failures)
-    others = _other_ranks(failures, ranks)
+    failing = _list_ranks_that_failed_alike(failures)
+    others = _describe_other_ranks(failures, ranks)
     mismatch = ""
     if first.is_echo:
         at = {rank: ran.result.position for rank, ran in ranks.items() if ran.result.position}
         mismatch = explain_mismatch(at, {failure.rank for failure in failures if failure.is_echo})
     if first.report is not None and not mismatch:
         is_first = all(failure.report and failure.at >= first.at for failure in failures)
-        is_first &= len(failures) > 1 or bool(_stopped(ranks, Stopped.AFTER_FAILURE))
+        is_first &= len(failures) > 1 or bool(_list_stopped(ranks, Stopped.AFTER_FAILURE))
         count = len(ranks)
-        return _with_others(first.report, failing, others, rank_count=count, is_first=is_first)
+        return _append_others(first.report, failing, others, rank_count=count, is_first=is_first)
     text = first.text if first.report is None else f"failed: {first.text}"
     if len(failing) > 1 and text.startswith("was "):
         text = f"were {text.removeprefix('was ')}"
     raised = "" if first.report is None else str(first.report.longrepr)
-    lines = [mismatch, f"{name_ranks(failing)} {text}", others, raised]
-    report = _new_report(item, first.when, "\n".join(filter(None, lines)))
+    died = [rank for rank, ran in ranks.items() if ran.result.status and ran.result.position]
+    died_at = "\n".join(list_stacks(_collect_stacks(ranks, died), _WAS_AT))
+    lines = [mismatch, f"{name_ranks(failing)} {text}", others, died_at, raised]
+    report = _make_failed_report(item, first.when, "\n".join(filter(None, lines)))
     vars(report)[HANGS_AT] = first.hangs_at
     return report
 
 
-def _with_others(
+def _append_others(
     report: pytest.TestReport,
     failing: Sequence[int],
     others: str,
@@ -454,24 +483,25 @@ def _with_others(
     return report
 
 
-def _like_first(failures: Sequence[_Failure]) -> list[int]:
+def _list_ranks_that_failed_alike(failures: Sequence[_Failure]) -> list[int]:
     return [failure.rank for failure in failures if failure.text == failures[0].text]
 
 
-def _other_ranks(failures: Sequence[_Failure], ranks: _Ranks) -> str:
+def _describe_other_ranks(failures: Sequence[_Failure], ranks: _Ranks) -> str:
     """Describe the ranks that did not fail in the same way as the first; "" if there are none."""
     first = failures[0]
     failed = {failure.rank for failure in failures}
-    lines = _later(failures)
-    stopped = _stopped(ranks, Stopped.AFTER_FAILURE)
+    lines = _describe_other_failures(failures)
+    stopped = _list_stopped(ranks, Stopped.AFTER_FAILURE)
     at = {rank: ranks[rank].result.position or Position(site="") for rank in stopped}
     reporting = [rank for rank in stopped if at[rank].activity is Activity.REPORTS]
-    running = [rank for rank in stopped if rank not in reporting]
-    lines += list_stacks(_stacks(ranks, running), _WAS_RUNNING)
-    lines += list_stacks(_stacks(ranks, reporting), _WAS_REPORTING)
-    lines += _waiting(ranks, blamed=[*failed]) if stopped else []
+    starting, running = _split_starting(ranks, [each for each in stopped if each not in reporting])
+    lines += list_stacks(_collect_stacks(ranks, starting), _WAS_STARTING)
+    lines += list_stacks(_collect_stacks(ranks, running), _WAS_RUNNING)
+    lines += list_stacks(_collect_stacks(ranks, reporting), _WAS_REPORTING)
+    lines += _explain_waiting(ranks, blamed=[*failed]) if stopped else []
     if first.at < math.inf:
-        lines += _unfailed_ranks(
+        lines += _describe_unfailed_ranks(
             {
                 rank: ran.outcome
                 for rank, ran in ranks.items()
@@ -484,7 +514,7 @@ def _other_ranks(failures: Sequence[_Failure], ranks: _Ranks) -> str:
     return "\n".join(lines)
 
 
-def _later(failures: Sequence[_Failure]) -> list[str]:
+def _describe_other_failures(failures: Sequence[_Failure]) -> list[str]:
     """Describe the failures that differ from the first, one line for each."""
     first = failures[0]
     texts = {}
@@ -494,16 +524,18 @@ def _later(failures: Sequence[_Failure]) -> list[str]:
         how = "failed later: " if is_later else "failed: "
         if failure.text != first.text:
             texts[failure.rank] = f"{how if failure.report else ''}{failure.text}"
-    return [text.splitlines()[0] for text in name_equal(texts)]
+    return [text.splitlines()[0] for text in prefix_texts_with_ranks(texts)]
 
 
-def _unfailed_ranks(
+def _describe_unfailed_ranks(
     outcomes: Mapping[int, _Outcome], *, skipped: str = "skipped the test"
 ) -> list[str]:
-    return name_equal({rank: _in_words(how, skipped=skipped) for rank, how in outcomes.items()})
+    return prefix_texts_with_ranks(
+        {rank: _describe_outcome(how, skipped=skipped) for rank, how in outcomes.items()}
+    )
 
 
-def _in_words(
+def _describe_outcome(
     outcome: _Outcome, *, passed: str = "did not fail", skipped: str = "skipped the test"
 ) -> str:
     kind, reason = outcome
@@ -511,7 +543,7 @@ def _in_words(
     return f"{text} ({reason})" if reason else text
 
 
-def _add_disagreement(
+def _fail_if_outcomes_differ(
     item: pytest.Item,
     merged: dict[When, pytest.TestReport],
     ranks: _Ranks,
@@ -519,27 +551,28 @@ def _add_disagreement(
 ) -> None:
     """Fail the test if its outcome differs between ranks, although no rank failed it."""
     outcomes = {rank: ran.outcome for rank, ran in ranks.items()}
-    if _agree(outcomes):
+    if _has_single_outcome(outcomes):
         return
     if setup := merged.get("setup"):
         setup.outcome = "passed"
         setup.longrepr = None
-    failed = _new_report(item, "call", _disagreement(outcomes))
-    merged["call"] = _completed(failed, [*merged.values()], sections)
+    failed = _make_failed_report(item, "call", _describe_disagreement(outcomes))
+    merged["call"] = _set_sections_and_duration(failed, [*merged.values()], sections)
 
 
-def _disagreement(outcomes: Mapping[int, _Outcome]) -> str:
+def _describe_disagreement(outcomes: Mapping[int, _Outcome]) -> str:
     texts = {
-        rank: _in_words(how, passed="passed", skipped=_SKIPPED) for rank, how in outcomes.items()
+        rank: _describe_outcome(how, passed="passed", skipped=_SKIPPED)
+        for rank, how in outcomes.items()
     }
     return (
-        f"Ranks disagree about the outcome: {'; '.join(name_equal(texts))}.\n"
+        f"Ranks disagree about the outcome: {'; '.join(prefix_texts_with_ranks(texts))}.\n"
         "A skip or xfail probably depends on something that differs between ranks (rank, local "
         "files, time)."
     )
 
 
-def _outcome(reports: Iterable[pytest.TestReport]) -> _Outcome:
+def _read_outcome(reports: Iterable[pytest.TestReport]) -> _Outcome:
     for report in reports:
         where = " in teardown" if report.when == "teardown" else ""
         if hasattr(report, "wasxfail"):
@@ -552,11 +585,11 @@ def _outcome(reports: Iterable[pytest.TestReport]) -> _Outcome:
     return "passed", ""
 
 
-def _agree(outcomes: Mapping[int, _Outcome]) -> bool:
+def _has_single_outcome(outcomes: Mapping[int, _Outcome]) -> bool:
     return len({kind for kind, _ in outcomes.values()}) <= 1
 
 
-def _sections(ranks: _Ranks, when: When) -> list[tuple[str, str]]:
+def _merge_output(ranks: _Ranks, when: When) -> list[tuple[str, str]]:
     """Return the output sections of all ranks up to the end of a phase, without duplicates."""
     by_rank = {}
     before = _PHASES[max(_PHASES.index(when) - 1, 0)]
@@ -567,10 +600,10 @@ def _sections(ranks: _Ranks, when: When) -> list[tuple[str, str]]:
             unreported = ran.result.unreported.items()
             sections += [(f"Captured {stream} {when}", text) for stream, text in unreported]
         by_rank[rank] = sections
-    return _folded(by_rank, several=len(ranks) > 1)
+    return _merge_sections(by_rank, several=len(ranks) > 1)
 
 
-def _folded(
+def _merge_sections(
     by_rank: Mapping[int, Sequence[tuple[str, str]]], *, several: bool
 ) -> list[tuple[str, str]]:
     """Merge equal sections of different ranks; if `several`, each title names the ranks."""
@@ -582,11 +615,11 @@ def _folded(
     return [
         (f"{title} ({name_ranks(ranks)})" if several else title, content)
         for title, contents in by_title.items()
-        for ranks, content in fold_equal(contents)
+        for ranks, content in group_ranks_by_text(contents)
     ]
 
 
-def _completed(
+def _set_sections_and_duration(
     report: pytest.TestReport,
     reports: Iterable[pytest.TestReport],
     sections: list[tuple[str, str]],
@@ -598,7 +631,7 @@ def _completed(
     return report
 
 
-def _new_report(item: pytest.Item, when: When, text: str) -> pytest.TestReport:
+def _make_failed_report(item: pytest.Item, when: When, text: str) -> pytest.TestReport:
     return pytest.TestReport(
         nodeid=item.nodeid,
         location=item.location,

@@ -15,7 +15,7 @@ from os import getpid
 from pathlib import Path
 from typing import Final
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 PATIENCE_S: Final = 10.0
 """How long to wait for killed ranks to end; freeing their memory can be slow."""
@@ -66,16 +66,16 @@ def kill_children(spared: Iterable[int], *, within_s: float) -> set[int]:
     spared = set(spared)
     remaining: set[int] = set()
     until = time.monotonic() + within_s
-    cleaned_by = time.monotonic() + under_load(_CLEANED_WITHIN_S)
+    cleaned_by = time.monotonic() + extend_under_load(_CLEANED_WITHIN_S)
     while time.monotonic() < until:
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return set()  # no children, which is the usual case
-        remaining = set(_children(getpid())) - spared
+        remaining = set(_list_child_pids(getpid())) - spared
         if not remaining:
             break
-        cleaning = {pid for pid in remaining if _cleans_up(pid)}
+        cleaning = {pid for pid in remaining if _is_cleaner(pid)}
         if cleaning == remaining and time.monotonic() < cleaned_by:
             until = max(until, cleaned_by + within_s)
         else:
@@ -86,7 +86,7 @@ def kill_children(spared: Iterable[int], *, within_s: float) -> set[int]:
     return remaining
 
 
-def _cleans_up(pid: int) -> bool:
+def _is_cleaner(pid: int) -> bool:
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -113,7 +113,7 @@ def await_end(pid: int, *, within_s: float = 0.0) -> int | None:
         time.sleep(_PAUSE_S)
 
 
-def _children(pid: int) -> list[int]:
+def _list_child_pids(pid: int) -> list[int]:
     children: list[int] = []
     with contextlib.suppress(OSError):
         # Linux lists children separately for each thread that started them.
@@ -133,7 +133,7 @@ def make_session_directory() -> Path:
 
 def remove_directory(directory: Path) -> None:
     """Remove the directory of a session or a rank set; never raise."""
-    until = time.monotonic() + under_load(_REMOVED_WITHIN_S)
+    until = time.monotonic() + extend_under_load(_REMOVED_WITHIN_S)
     while True:
         shutil.rmtree(directory, ignore_errors=True)
         if not directory.exists() or time.monotonic() > until:

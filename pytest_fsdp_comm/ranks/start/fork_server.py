@@ -26,7 +26,7 @@ from pytest_fsdp_comm.ranks.start import ending
 from pytest_fsdp_comm.ranks.start.slots import HeldSlots
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 # The server is forked from the pytest process after collection, before any test can start a thread,
 # use OpenMP or touch CUDA, each of which can make a later fork hang or crash. The server must
@@ -319,7 +319,7 @@ class ForkServer:
         # the server does not see a hang-up until this process has ended.
         self._until_exit = os.dup(ours.fileno())
         self._channel: Channel[messages.ServerReply] = Channel(
-            ours, stalls_s=under_load(_ANSWERED_WITHIN_S)
+            ours, stalls_s=extend_under_load(_ANSWERED_WITHIN_S)
         )
         self.pids: dict[int, int] = {}
         """The pids of the last rank set's ranks, keyed by rank; some may have ended."""
@@ -342,7 +342,9 @@ class ForkServer:
             self._connections += connections[rank]
             with theirs, their_watch:
                 self._send(messages.StartRank(rank=rank), theirs, their_watch)
-        self.pids = self._await(messages.SetStarted, under_load(_PREPARED_WITHIN_S)).pids
+        self.pids = self._await_reply(
+            messages.SetStarted, extend_under_load(_PREPARED_WITHIN_S)
+        ).pids
         return connections
 
     def _send(self, request: messages.ServerRequest, *ends: Connection) -> None:
@@ -358,10 +360,10 @@ class ForkServer:
             self.kill()  # the server has stopped reading
             raise ServerDiedError from None
         except ConnectionError:
-            self._take(self._channel.receive_available())
+            self._process_replies(self._channel.receive_available())
             raise ServerDiedError from None
 
-    def _await(self, cls: type[_Reply], within_s: float) -> _Reply:
+    def _await_reply(self, cls: type[_Reply], within_s: float) -> _Reply:
         until = time.monotonic() + within_s
         while True:
             try:
@@ -371,15 +373,15 @@ class ForkServer:
                 raise ServerDiedError from None
             if reply is None:
                 raise ServerDiedError
-            self._take([reply])
+            self._process_replies([reply])
             if isinstance(reply, cls):
                 return reply
 
     def end_ranks(self, within_s: float, **_: Collection[int]) -> dict[int, int]:
         try:
             self._send(messages.EndSet(within_s=within_s))
-            answered_within_s = within_s + under_load(_ANSWERED_WITHIN_S)
-            return self._await(messages.SetEnded, answered_within_s).unended
+            answered_within_s = within_s + extend_under_load(_ANSWERED_WITHIN_S)
+            return self._await_reply(messages.SetEnded, answered_within_s).unended
         except ServerDiedError:
             # The ranks died with their server (`end_with_parent`), but their children may be alive.
             ending.kill(-pid for pid in self.pids.values())
@@ -394,12 +396,12 @@ class ForkServer:
                 os.kill(self.pids[rank], number)
 
     def exit_statuses(self) -> dict[int, int]:
-        self._take(self._channel.receive_available())
+        self._process_replies(self._channel.receive_available())
         if self._channel.is_closed:
             raise ServerDiedError
         return self._exited
 
-    def _take(self, replies: Iterable[messages.ServerReply]) -> None:
+    def _process_replies(self, replies: Iterable[messages.ServerReply]) -> None:
         for reply in replies:
             if isinstance(reply, messages.ServerFailed):
                 raise ServerDiedError(reply.reason)

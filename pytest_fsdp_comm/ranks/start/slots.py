@@ -46,7 +46,7 @@ class Slots:
         self._gpus = {directory / f"gpu-{urllib.parse.quote(name, safe='')}": name for name in gpus}
 
     @contextlib.contextmanager
-    def turn(self, *, ranks: int, gpus: int) -> Iterator[Grant]:
+    def wait_for_free_slots(self, *, ranks: int, gpus: int) -> Iterator[Grant]:
         """Wait until enough slots are free; yield them to the block, which has to lock them."""
         leased = gpus if gpus <= len(self._gpus) else 0
         bounded = ranks if self._bounds_ranks else 0
@@ -55,7 +55,7 @@ class Slots:
             return
         # pytest may have removed the directory together with old temporary directories.
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(self._directory / _TURN), contextlib.ExitStack() as wanting:
+        with _hold_lock(self._directory / _TURN), contextlib.ExitStack() as wanting:
             is_waiting = False
             while True:
                 free_ranks = [*islice(filter(_is_free, self._ranks), bounded)]
@@ -63,7 +63,7 @@ class Slots:
                 if len(free_ranks) == bounded and len(free_gpus) == leased:
                     break
                 if not is_waiting:
-                    wanting.enter_context(_locked(self._directory / _WANTED))
+                    wanting.enter_context(_hold_lock(self._directory / _WANTED))
                     is_waiting = True
                 time.sleep(_PAUSE_S)
             wanting.close()
@@ -81,7 +81,7 @@ class HeldSlots:
     """Locked slots; the locks last until `release`, or until this process ends."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._descriptors = [_opened(file) for file in files]
+        self._descriptors = [_open(file) for file in files]
         for descriptor in self._descriptors:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
 
@@ -98,12 +98,12 @@ class HeldSlots:
         self._descriptors = []
 
 
-def _opened(file: Path) -> int:
+def _open(file: Path) -> int:
     return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def _is_free(file: Path) -> bool:
-    descriptor = _opened(file)
+    descriptor = _open(file)
     try:
         # Use a shared lock, so that two processes can check at the same time.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -115,8 +115,8 @@ def _is_free(file: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    descriptor = _opened(file)
+def _hold_lock(file: Path) -> Iterator[None]:
+    descriptor = _open(file)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

@@ -7,6 +7,7 @@ import ctypes
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from pytest_fsdp_comm.ranks.rank.gpus import is_driver_started, no_gpu_error, vi
 from pytest_fsdp_comm.ranks.rank.processes import fork_quietly, redirect_output
 from pytest_fsdp_comm.ranks.start.fork_server import ForkServer, serve
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 from pytest_fsdp_comm.text.codec import dump_tagged
 
@@ -39,12 +40,13 @@ _OPENMP_LIBRARY = re.compile(r"/\S*/lib[gi]?omp[^/\n]*$", re.MULTILINE)
 # forked child lacks them, so a rank that waits for such a thread hangs. Linux lists all threads in
 # _TASKS; those that run no Python code are native. Five kinds of native threads are harmless:
 # - OpenMP: _end_openmp_threads ends its threads.
-# - OpenBLAS: it ends its threads before a fork, so _unsafe_native_threads forks a child once.
+# - OpenBLAS: it ends its threads before a fork, so _find_unsafe_native_threads forks a child once.
 # - jemalloc (part of pyarrow), and the pool of torch.set_num_threads (pthreadpool-cpp.cc in torch
 #   2.6 to 2.15): a forked child starts new threads. The pool's threads have no names, so we compare
 #   their number.
 # - NVML, which torch.cuda.device_count queries. Its thread has the same name as threads of CUDA
-#   (driver 580), so names do not reveal CUDA's threads; `_unsafe_torch` detects CUDA instead.
+#   (driver 580), so names do not reveal CUDA's threads; `_find_unsafe_torch_state` detects CUDA
+#   instead.
 # macOS has no _TASKS, so native threads are not detected there.
 _TASKS = Path("/proc/self/task")
 _HARMLESS_NATIVE = re.compile(r"jemalloc_bg_thd|cuda[0-9a-f]+")
@@ -52,17 +54,17 @@ _HARMLESS_NATIVE = re.compile(r"jemalloc_bg_thd|cuda[0-9a-f]+")
 _THREADS_END_WITHIN_S = 2.0
 
 
-def unsafe_to_fork() -> str:
+def find_reason_not_to_fork() -> str:
     """End OpenMP's threads, then return why a fork is still unsafe; "" if it is safe."""
     _end_openmp_threads()
     threads = [thread for thread in threading.enumerate() if not _is_harmless(thread)]
     if threads:
         names = ", ".join(repr(thread.name) for thread in threads)
         return f"threads have been running since collection: {names}"
-    return _unsafe_torch() or _unsafe_native_threads()
+    return _find_unsafe_torch_state() or _find_unsafe_native_threads()
 
 
-def _unsafe_torch() -> str:
+def _find_unsafe_torch_state() -> str:
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return ""
@@ -81,16 +83,16 @@ def _unsafe_torch() -> str:
     return ""
 
 
-def reason_to_spawn(start: Start) -> str:
+def find_reason_to_spawn(start: Start) -> str:
     """Return why ranks must be spawned; "" if they can be forked."""
     if start == "spawn":
         return "the settings ask for new processes"
-    reason = unsafe_to_fork()
+    reason = find_reason_not_to_fork()
     return "" if start == "fork" else reason
 
 
-def _unsafe_native_threads() -> str:
-    if not _native_threads()[0]:
+def _find_unsafe_native_threads() -> str:
+    if not _count_and_name_native_threads()[0]:
         return ""
     pid = fork_quietly()
     if pid == 0:
@@ -98,9 +100,9 @@ def _unsafe_native_threads() -> str:
     os.waitpid(pid, 0)
     torch: Any = sys.modules.get("torch")
     num_pooled = 0 if torch is None else torch.get_num_threads() - 1
-    until = time.monotonic() + under_load(_THREADS_END_WITHIN_S)
+    until = time.monotonic() + extend_under_load(_THREADS_END_WITHIN_S)
     while True:
-        count, names = _native_threads()
+        count, names = _count_and_name_native_threads()
         if not count or (not names and count == num_pooled):
             return ""
         if time.monotonic() > until:
@@ -109,7 +111,7 @@ def _unsafe_native_threads() -> str:
         time.sleep(0.01)
 
 
-def _native_threads() -> tuple[int, set[str]]:
+def _count_and_name_native_threads() -> tuple[int, set[str]]:
     """Return the number of threads that run no Python code (0 if unknown), and their names."""
     names = {}
     with contextlib.suppress(FileNotFoundError):
@@ -188,7 +190,7 @@ def arguments_of(config: pytest.Config) -> tuple[list[str], dict[str, str]]:
 def main(descriptor: str, directory: str, *program: str) -> NoReturn:
     """Spawn ranks until pytest is gone; `program` is pytest's working directory and arguments."""
     serve(
-        Channel.inherited(int(descriptor)),
+        Channel.inherit(int(descriptor)),
         lambda: partial(_become_rank, program),
         Path(directory),
         preloaded=(),
@@ -213,6 +215,8 @@ def _become_rank(
     if spec.gpus:
         # Set the visible GPUs now, because collecting tests in the rank can initialize CUDA.
         environment[visible_gpus_variable(environment)] = ",".join(spec.gpus)
+    # Before the rank can dump its stack, the supervisor's signal must not end it.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     invoked_in, *arguments = program
     os.chdir(invoked_in)
     os.execve(  # noqa: S606  # pytest itself

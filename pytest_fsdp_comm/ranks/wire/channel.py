@@ -54,7 +54,7 @@ class Channel(Generic[_Received]):
                 copy.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     @classmethod
-    def inherited(cls, descriptor: int) -> Channel[_Received]:
+    def inherit(cls, descriptor: int) -> Channel[_Received]:
         """Use an inherited descriptor; programs that this process starts will not inherit it."""
         os.set_inheritable(descriptor, False)  # noqa: FBT003  # the function takes no keywords
         return cls(Connection(descriptor))

@@ -8,6 +8,6 @@ import os
 _PER_CORE = 2
 
 
-def under_load(seconds: float) -> float:
+def extend_under_load(seconds: float) -> float:
     """Return `seconds`, or more if other processes compete for the cores."""
     return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / _PER_CORE)

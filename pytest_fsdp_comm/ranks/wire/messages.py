@@ -56,8 +56,17 @@ class RankSetSpec:
     def stacks_path(self, rank: int) -> Path:
         return self.directory / f"rank{rank}.stacks"
 
+    def position_path(self, rank: int) -> Path:
+        """Return the file in which a rank saves its position before it dies."""
+        return self.directory / f"rank{rank}.position"
+
 
 # Messages from a rank to its supervisor, in addition to `PhaseReport` and `WarningSeen`.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestBegun:
+    """Reports that the rank has started up, and begins a test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +104,9 @@ class PositionAnswer:
     position: Position
 
 
-RankMessage = PhaseReport | WarningSeen | Debugging | TestEnded | TestsEnded | PositionAnswer
+RankMessage = (
+    PhaseReport | WarningSeen | Debugging | TestBegun | TestEnded | TestsEnded | PositionAnswer
+)
 
 # Messages from the supervisor to a rank or to its watchdog.
 

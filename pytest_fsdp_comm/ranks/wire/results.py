@@ -18,6 +18,8 @@ class Activity(StrEnum):
     HAS_ENDED = "has ended"
     HOLDS_GIL = "holds the GIL"
     """The watchdog cannot run, so only the stack is known: a signal handler dumped it."""
+    STARTS = "starts"
+    """The rank is a new process that is still importing or collecting, so no test has begun."""
     SILENT = "silent"
     """The rank is alive, but neither answered nor dumped its stack in time."""
 
@@ -148,7 +150,9 @@ class RankResult:
     reports: tuple[PhaseReport, ...] = ()
     warnings: tuple[WarningSeen, ...] = ()
     phase_began_at: float = dataclasses.field(default_factory=time.time)
-    """`time.time` when the previous phase's report arrived; in the first phase, at the start."""
+    """`time.time` when the previous phase's report arrived, or when the rank began the test."""
+    is_starting: bool = False
+    """Whether the rank has not begun the test yet."""
     is_done: bool = False
     payloads: tuple[str, ...] | None = None
     further_ranks: tuple[int, ...] = ()

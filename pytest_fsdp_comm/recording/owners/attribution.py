@@ -17,7 +17,12 @@ from torch.autograd.graph import GradientEdge
 from pytest_fsdp_comm.comm.events import Phase, Role, Source
 from pytest_fsdp_comm.recording.owners.fsdp import Gather, UnitWatch, direct_parameters
 from pytest_fsdp_comm.recording.owners.module_names import Modules
-from pytest_fsdp_comm.recording.owners.stack import StackScan, compiled_module, is_graph, running
+from pytest_fsdp_comm.recording.owners.stack import (
+    StackScan,
+    is_compiled_graph,
+    running_modules,
+    unwrap_compiled_module,
+)
 from pytest_fsdp_comm.upstream import look_up
 
 
@@ -56,6 +61,8 @@ class Attribution:
     is_from_hook: bool = False
     """For DDP: True if Python code, such as a hook, issued the call; False for the reducer."""
     gather: Gather | None = None
+    reduced: tuple[tuple[nn.Module, str], ...] = ()
+    """`ActingUnit.reduced` of the acting FSDP2 unit."""
     carried: Carried | None = None
     """None for FSDP, DDP and object collectives, and for events that are not collectives."""
 
@@ -115,7 +122,7 @@ class BackwardMap:
             self._thread = thread
             self._ends.clear()
             self._makers.clear()
-        self._running = running()
+        self._running = running_modules()
         self._end = self._next_number()
         self._ends.append(self._end)
         self._makers.append(Maker.UNSEEN)
@@ -144,17 +151,17 @@ class BackwardMap:
 
     def enter(self, entered: nn.Module | None) -> int:
         """Record that a module or the engine (None) starts to run; return the depth for `leave`."""
-        self.note_nodes()
+        self.assign_new_nodes()
         depth = len(self._running)
-        if not is_graph(entered):
+        if not is_compiled_graph(entered):
             # Enter the inner module of torch.compile's wrapper here: the wrapper calls it through a
             # bound method, which our patch does not see.
-            self._running.append(compiled_module(entered))
+            self._running.append(unwrap_compiled_module(entered))
         return depth
 
     def leave(self, depth: int) -> None:
         """Record that the call entered at `depth`, and all calls in it, have returned or raised."""
-        self.note_nodes()
+        self.assign_new_nodes()
         del self._running[depth:]
 
     def leave_method(self, module: nn.Module) -> None:
@@ -162,7 +169,7 @@ class BackwardMap:
         if self.innermost is module:
             self.leave(len(self._running) - 1)
 
-    def note_nodes(self) -> None:
+    def assign_new_nodes(self) -> None:
         """Assign the nodes created since the last call of this method to the running module."""
         number = self._next_number()
         if number <= self._end:
@@ -204,24 +211,24 @@ class BackwardMap:
 
     def _module_of_parameter(self, parameter: torch.Tensor) -> nn.Module | None:
         if id(parameter) not in self._registering:
-            self._register()
+            self._map_parameters_to_holders()
         if id(parameter) not in self._registering:
             # Listing the modules is slow, so cache the list. Units register new parameters when
             # they are gathered, so read the parameters of the listed modules again.
             modules = (module for root in self._roots for module in root.modules())
             self._holders = [module for module in modules if module._parameters]
-            self._register()
+            self._map_parameters_to_holders()
             # For a parameter of a different model, store None, so that we search only once.
             self._registering.setdefault(id(parameter), None)
         return self._registering[id(parameter)]
 
-    def _register(self) -> None:
+    def _map_parameters_to_holders(self) -> None:
         for module in self._holders:
             for parameter in direct_parameters(module):
                 self._registering.setdefault(id(parameter), module)
 
 
-def leaves_of(outputs: Iterable[Any], inputs: Collection[Any]) -> set[int]:
+def find_leaf_ids(outputs: Iterable[Any], inputs: Collection[object]) -> set[int]:
     """Return the ids of the tensors whose `.grad` a backward adds to: `inputs`, or all leaves."""
     if inputs:
         return set(map(id, inputs))
@@ -241,7 +248,7 @@ def leaves_of(outputs: Iterable[Any], inputs: Collection[Any]) -> set[int]:
     return leaves
 
 
-def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | None:
+def attribute_to_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | None:
     """Attribute the current event to the acting unit; None if that requires reading the stack."""
     acting = units.acting[-1] if units.acting else None
     if acting is None or acting.thread != threading.get_ident():
@@ -254,10 +261,10 @@ def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | Non
     in_backward = backward.is_in_engine or units.is_in_backward
     if not owner or (innermost is None and not in_backward):
         return None
-    phase = _phase(innermost, in_step=False, in_backward=in_backward)
+    phase = _decide_phase(innermost, in_step=False, in_backward=in_backward)
     issuer = units.issuer if innermost is None else (innermost,)
     attribution = acting.attribution = Attribution(
-        owner, issuer, phase, Source.FSDP, gather=acting.gather
+        owner, issuer, phase, Source.FSDP, gather=acting.gather, reduced=acting.reduced
     )
     return attribution
 
@@ -284,16 +291,17 @@ def attribute(
             running = (maker,)
     owner, source = units.owner, Source.FSDP
     if not owner:
-        owner, source = running, _source(scan, namespace, in_backward=in_backward)
+        owner, source = running, _decide_source(scan, namespace, in_backward=in_backward)
     return Attribution(
         owner=owner,
         issued_in=running,
-        phase=_phase(scan.innermost, in_step=scan.is_in_optimizer, in_backward=in_backward),
+        phase=_decide_phase(scan.innermost, in_step=scan.is_in_optimizer, in_backward=in_backward),
         source=source,
         lacks_forward=not running and source is not Source.DDP and maker is Maker.UNSEEN,
         adds_gradient=adds_gradient and source is not Source.FSDP,
         is_from_hook=scan.is_from_ddp,
         gather=units.gather,
+        reduced=units.reduced,
     )
 
 
@@ -303,13 +311,15 @@ def attribute_on_thread(scan: StackScan, namespace: str) -> Attribution:
     return Attribution(
         owner=(),
         issued_in=() if scan.innermost is None else (scan.innermost,),
-        phase=_phase(scan.innermost, in_step=scan.is_in_optimizer, in_backward=scan.is_in_engine),
-        source=_source(scan, namespace, in_backward=scan.is_in_engine),
+        phase=_decide_phase(
+            scan.innermost, in_step=scan.is_in_optimizer, in_backward=scan.is_in_engine
+        ),
+        source=_decide_source(scan, namespace, in_backward=scan.is_in_engine),
         is_from_hook=scan.is_from_ddp,
     )
 
 
-def _phase(innermost: nn.Module | None, *, in_step: bool, in_backward: bool) -> Phase:
+def _decide_phase(innermost: nn.Module | None, *, in_step: bool, in_backward: bool) -> Phase:
     if in_step:
         return Phase.OPTIMIZER
     if in_backward:
@@ -317,7 +327,7 @@ def _phase(innermost: nn.Module | None, *, in_step: bool, in_backward: bool) -> 
     return Phase.OUTSIDE if innermost is None else Phase.FORWARD
 
 
-def _source(scan: StackScan, namespace: str, *, in_backward: bool) -> Source:
+def _decide_source(scan: StackScan, namespace: str, *, in_backward: bool) -> Source:
     if scan.is_from_dtensor:
         return Source.DTENSOR
     if scan.is_object:

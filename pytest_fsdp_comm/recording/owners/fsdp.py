@@ -68,7 +68,7 @@ class Prefetches:
         self._user: tuple[Any, Any] = (None, None)
         self._unused: dict[Any, Gather] = {}
 
-    def open_slot(self, phase: Any, user: Any) -> None:
+    def open_slot(self, phase: object, user: object) -> None:
         """Open the next slot, unless the current one has the same user and phase."""
         # The parameter groups of a module share a slot. So do consecutive calls of a module, as for
         # a loss computed in chunks. Compare with `is`, because modules may define `__eq__`.
@@ -80,16 +80,16 @@ class Prefetches:
     def begin(self) -> Gather:
         return Gather(self._slot)
 
-    def issued(self, unit: Any, gather: Gather) -> None:
+    def note_gather(self, unit: object, gather: Gather) -> None:
         self._unused[unit] = gather
 
-    def used(self, unit: Any) -> None:
+    def note_use(self, unit: object) -> None:
         """Record that a unit's parameters are used; only the first use after a gather counts."""
         gather = self._unused.pop(unit, None)
         if gather is not None:
             gather.ahead = self._slot - gather.slot
 
-    def freed(self, unit: Any) -> None:
+    def note_free(self, unit: object) -> None:
         """Record that a unit's parameters were freed: their next use needs another gather."""
         self._unused.pop(unit, None)
 
@@ -102,7 +102,7 @@ class GatheredMemory:
         self._total = 0
         self.peak = 0
 
-    def learn(self, unit: Any, get_nbytes: Callable[[Any], int]) -> None:
+    def track_unit(self, unit: object, get_nbytes: Callable[[object], int]) -> None:
         """Start tracking a unit, just before its state first changes or at the end of the block."""
         # The unit has held these bytes since the block began, so add them to the peak as well. That
         # way, the peak is the same whether this step or an earlier forward gathered the root.
@@ -111,7 +111,7 @@ class GatheredMemory:
             self._total += nbytes
             self.peak += nbytes
 
-    def hold(self, unit: Any, nbytes: int) -> None:
+    def set_gathered_nbytes(self, unit: object, nbytes: int) -> None:
         """Update the bytes that a tracked unit holds beyond its shard."""
         self._total += nbytes - self._nbytes[unit]
         self._nbytes[unit] = nbytes
@@ -128,8 +128,11 @@ class ActingUnit:
     is_in_backward: bool = False
     """True for a method of backward, even if a pipeline schedule calls it outside autograd."""
     gather: Gather | None = None
+    reduced: tuple[tuple[nn.Module, str], ...] = ()
+    """The module and name of each parameter whose gradient the method reduces. Empty if all of the
+    unit's parameters have a gradient, and for methods that reduce none."""
     attribution: Any = None
-    """The `Attribution` of all events in the method; None until `attribute_unit` has found it."""
+    """The `Attribution` of all events in the method; None until `attribute_to_unit` finds it."""
     thread: int = field(default_factory=threading.get_ident)
 
 
@@ -186,46 +189,50 @@ class UnitWatch:
     def gather(self) -> Gather | None:
         return self.acting[-1].gather if self.acting else None
 
+    @property
+    def reduced(self) -> tuple[tuple[nn.Module, str], ...]:
+        return self.acting[-1].reduced if self.acting else ()
+
     def peak_gathered_nbytes(self, groups: Iterable[Any], modules: Iterable[nn.Module]) -> int:
         """Return the most bytes that FSDP2 `groups` and FSDP1 `modules` had gathered at a time."""
         # Units that stayed gathered during the whole block are not tracked yet, so add them now.
         for group in groups:
-            self._memory.learn(group, self._gathered_nbytes)
-        for handle in _handles_of(modules):
-            self._memory.learn(handle, _gathered_nbytes_of_handle)
+            self._memory.track_unit(group, self._gathered_nbytes_of_group)
+        for handle in _list_fsdp1_handles(modules):
+            self._memory.track_unit(handle, _gathered_nbytes_of_handle)
         return self._memory.peak
 
-    def _nbytes_of(self, group: Any) -> int:
+    def _unsharded_nbytes_of_group(self, group: Any) -> int:
         """Return the size in bytes of an FSDP2 unit's gathered parameters."""
         # Cache the result: every change of state needs it, and a gathered unit's dtypes are final.
         nbytes = self._unsharded_nbytes.get(group)
         if nbytes is None:
-            nbytes = self._unsharded_nbytes[group] = _gathered_nbytes_of(group.fsdp_params)
+            nbytes = self._unsharded_nbytes[group] = _unsharded_nbytes_of_params(group.fsdp_params)
         return nbytes
 
-    def _gathered_nbytes(self, group: Any) -> int:
+    def _gathered_nbytes_of_group(self, group: Any) -> int:
         """Return the bytes that an FSDP2 unit holds beyond its shard."""
-        used = self._used_nbytes(group)
-        # Check `used` first: `_nbytes_of` caches its result, and a unit's dtypes can still change
-        # until it first runs.
-        if used and used == self._nbytes_of(group):
+        used = self._nbytes_held_for_use(group)
+        # Check `used` first: `_unsharded_nbytes_of_group` caches its result, and a unit's dtypes
+        # can still change until it first runs.
+        if used and used == self._unsharded_nbytes_of_group(group):
             return used
         # From torch 2.15 on, a resharded parameter may keep its gathered storage for reuse.
-        return used + _gathered_nbytes_of(
+        return used + _unsharded_nbytes_of_params(
             param
             for param in group.fsdp_params
             if getattr(param, "keep_unsharded_storage", False)
             and any(tensor.untyped_storage().size() for tensor in param.all_gather_outputs)
         )
 
-    def _used_nbytes(self, group: Any) -> int:
+    def _nbytes_held_for_use(self, group: Any) -> int:
         """Return the bytes that a fully or partly gathered unit holds for its next use, else 0."""
         if group.is_unsharded or group._all_gather_result is not None:
-            return self._nbytes_of(group)
+            return self._unsharded_nbytes_of_group(group)
         after = group.post_forward_mesh_info
         if group.is_sharded_post_forward and after is not None:
             # As everywhere else, count logical bytes, without padding.
-            return self._nbytes_of(group) // int(after.shard_mesh_size)
+            return self._unsharded_nbytes_of_group(group) // int(after.shard_mesh_size)
         return 0
 
     def forget(self) -> None:
@@ -235,26 +242,28 @@ class UnitWatch:
         self._unsharded_nbytes.clear()
         self._meshes.clear()
 
-    def _before_backward(self, state: Any, _: Arguments) -> Iterator[ActingUnit]:
+    def _watch_state_pre_backward(self, state: Any, _: Arguments) -> Iterator[ActingUnit]:
         yield ActingUnit(tuple(state._modules), serves=False, is_in_backward=True)
 
-    def _trigger_in_backward(self, group: Any, _: Arguments) -> Iterator[ActingUnit]:
-        self._use(_states(_FSDP2_STATES)[1], group)
-        yield self._in_backward(group, serves=False)
+    def _watch_pre_backward(self, group: object, _: Arguments) -> Iterator[ActingUnit]:
+        self._open_slot_of_group(_look_up_training_states(_FSDP2_STATES)[1], group)
+        yield self._make_acting_backward_unit(group, serves=False)
 
-    def _serve_in_backward(self, group: Any, _: Arguments) -> Iterator[ActingUnit]:
-        yield self._in_backward(group, serves=True)
+    def _watch_post_backward(self, group: object, _: Arguments) -> Iterator[ActingUnit]:
+        acting = self._make_acting_backward_unit(group, serves=True)
+        acting.reduced = _list_reduced_unless_all(group)
+        yield acting
 
-    def _in_backward(self, group: Any, *, serves: bool) -> ActingUnit:
+    def _make_acting_backward_unit(self, group: Any, *, serves: bool) -> ActingUnit:
         if group not in self._meshes:
             self._groups.learn_mesh(group.mesh_info.mesh)
         return ActingUnit(tuple(group.modules), serves=serves, is_in_backward=True)
 
-    def _use_in_forward(self, group: Any, _: Arguments) -> Iterator[None]:
-        self._use(_states(_FSDP2_STATES)[0], group)
+    def _watch_pre_forward(self, group: object, _: Arguments) -> Iterator[None]:
+        self._open_slot_of_group(_look_up_training_states(_FSDP2_STATES)[0], group)
         yield
 
-    def _use(self, state: enum.Enum, group: Any) -> None:
+    def _open_slot_of_group(self, state: enum.Enum, group: Any) -> None:
         # FSDP2 calls pre_forward for each module of a unit (up to torch 2.11, only for the first),
         # and pre_backward for each output. Only the first call changes the state and begins a use.
         if group._training_state != state:
@@ -269,96 +278,96 @@ class UnitWatch:
         after = group.post_forward_mesh_info  # set_reshard_after_forward() changes it
         if self._meshes.get(group, self) is not after:
             self._meshes[group] = after
-            self._groups.learn_unit(group)
-            self._memory.learn(group, self._gathered_nbytes)
+            self._groups.learn_mesh_of_unit(group)
+            self._memory.track_unit(group, self._gathered_nbytes_of_group)
         modules, gather = tuple(group.modules), self._prefetches.begin()
         yield ActingUnit(modules, gather=gather)
         result = group._all_gather_result
         # FSDP2 sets the result only if it issued a gather.
         if result is not None:
-            nbytes = self._nbytes_of(group)
+            nbytes = self._unsharded_nbytes_of_group(group)
             # Only uint8 output may mix dtypes; any other dtype is the dtype of all parameters.
             if result.all_gather_output.dtype is torch.uint8:
                 gather.dtypes = result.param_all_gather_input_dtypes
-            self._prefetches.issued(group, gather)
-            self._memory.hold(group, nbytes)
+            self._prefetches.note_gather(group, gather)
+            self._memory.set_gathered_nbytes(group, nbytes)
             self._on_reshard("unshard", modules, nbytes, 0.0)
 
-    def _wait(self, group: Any, _: Arguments) -> Iterator[None]:
+    def _watch_wait_for_unshard(self, group: Any, _: Arguments) -> Iterator[None]:
         # In any other state, user code waits for the gather but does not use the unit yet.
-        if group._training_state in _states(_FSDP2_STATES):
-            self._prefetches.used(group)
+        if group._training_state in _look_up_training_states(_FSDP2_STATES):
+            self._prefetches.note_use(group)
         yield
 
-    def _free(self, group: Any, _: Arguments) -> Iterator[None]:
+    def _watch_free(self, group: object, _: Arguments) -> Iterator[None]:
         if group not in self._meshes:  # otherwise `_unshard` has already done this
-            self._memory.learn(group, self._gathered_nbytes)
+            self._memory.track_unit(group, self._gathered_nbytes_of_group)
         yield
-        self._memory.hold(group, self._gathered_nbytes(group))
+        self._memory.set_gathered_nbytes(group, self._gathered_nbytes_of_group(group))
         # Forget the freed gather, so that a use in backward is not matched with it: after
         # set_unshard_in_backward(False), backward does not gather the unit again.
-        if not self._used_nbytes(group):
-            self._prefetches.freed(group)
+        if not self._nbytes_held_for_use(group):
+            self._prefetches.note_free(group)
 
-    def _reshard(self, group: Any, _: Arguments) -> Iterator[ActingUnit]:
+    def _watch_reshard(self, group: Any, _: Arguments) -> Iterator[ActingUnit]:
         state, started = group._sharded_state, time.perf_counter()
         modules = tuple(group.modules)
         yield ActingUnit(modules)
         if group._sharded_state != state:
             seconds = time.perf_counter() - started
-            self._on_reshard("reshard", modules, self._nbytes_of(group), seconds)
+            self._on_reshard("reshard", modules, self._unsharded_nbytes_of_group(group), seconds)
 
-    def _gather_handle(self, handle: Any, args: Arguments) -> Iterator[ActingUnit]:
-        self._memory.learn(handle, lambda _: 0)
+    def _watch_handle_all_gather(self, handle: Any, args: Arguments) -> Iterator[ActingUnit]:
+        self._memory.track_unit(handle, lambda _: 0)
         modules, gather = (handle._fully_sharded_module,), self._prefetches.begin()
         yield ActingUnit(modules, gather=gather)
         nbytes = _unsharded_nbytes_of_handle(handle, args[0])
-        self._prefetches.issued(handle, gather)
-        self._memory.hold(handle, nbytes)
+        self._prefetches.note_gather(handle, gather)
+        self._memory.set_gathered_nbytes(handle, nbytes)
         self._on_reshard("unshard", modules, nbytes, 0.0)
 
-    def _reshard_handle(self, handle: Any, args: Arguments) -> Iterator[ActingUnit]:
+    def _watch_handle_reshard(self, handle: Any, args: Arguments) -> Iterator[ActingUnit]:
         nbytes, modules = _gathered_nbytes_of_handle(handle), (handle._fully_sharded_module,)
-        self._memory.learn(handle, lambda _: nbytes)
+        self._memory.track_unit(handle, lambda _: nbytes)
         frees = args[0] and handle.uses_sharded_strategy and not handle.needs_unshard()
         started = time.perf_counter()
         yield ActingUnit(modules)
         if frees:
             seconds = time.perf_counter() - started
-            self._memory.hold(handle, 0)
+            self._memory.set_gathered_nbytes(handle, 0)
             self._on_reshard("reshard", modules, nbytes, seconds)
 
-    def _serve_handle(self, handle: Any, _: Arguments) -> Iterator[ActingUnit]:
+    def _watch_handle_unshard_grad(self, handle: Any, _: Arguments) -> Iterator[ActingUnit]:
         yield ActingUnit((handle._fully_sharded_module,))
 
-    def _serve_second(self, _: Any, args: Arguments) -> Iterator[ActingUnit]:
-        return self._serve_handle(args[0], ())
+    def _watch_handle_reduce_grad(self, _: object, args: Arguments) -> Iterator[ActingUnit]:
+        return self._watch_handle_unshard_grad(args[0], ())
 
-    def _unshard_handle(self, _: Any, args: Arguments) -> Iterator[None]:
+    def _watch_handle_unshard(self, _: object, args: Arguments) -> Iterator[None]:
         # If another unit is acting, it is prefetching this unit, which is not in use yet.
         if not self.acting:
             self._open_slot_of_handle(args[0])
         yield
 
-    def _prefetch_handle(self, _: Any, args: Arguments) -> Iterator[ActingUnit]:
+    def _prefetch_handle(self, _: object, args: Arguments) -> Iterator[ActingUnit]:
         handle = args[0]
         # FSDP1 calls this whenever it uses a gathered unit, to prefetch the next unit.
         if self._open_slot_of_handle(handle):
-            self._prefetches.used(handle)
+            self._prefetches.note_use(handle)
         yield ActingUnit(() if handle is None else (handle._fully_sharded_module,), serves=False)
 
     def _open_slot_of_handle(self, handle: Any) -> bool:
         """Open a slot if the handle's unit is in use; return whether it is."""
         # A unit is not in use after its backward, or while summon_full_params gathers it.
-        if handle is None or handle._training_state not in _states(_FSDP1_STATES):
+        if handle is None or handle._training_state not in _look_up_training_states(_FSDP1_STATES):
             return False
         self._prefetches.open_slot(handle._training_state, handle)
         return True
 
 
-def watched_methods() -> Iterator[tuple[Any, str, Around]]:
+def watched_methods() -> Iterator[tuple[object, str, Around]]:
     """Yield each FSDP method to wrap: its class or module, its name and its `UnitWatch` wrapper."""
-    for holder, name, around in [*_fsdp2(), *_fsdp1()]:
+    for holder, name, around in [*_list_fsdp2_methods(), *_list_fsdp1_methods()]:
         if name not in vars(holder):
             module = getattr(holder, "__module__", "")  # Python modules lack this attribute
             moved = f"{module}.{holder.__name__}.{name}".lstrip(".")
@@ -366,9 +375,9 @@ def watched_methods() -> Iterator[tuple[Any, str, Around]]:
         yield holder, name, around
 
 
-def replaced_methods(groups: Iterable[Any]) -> set[str]:
+def replaced_methods(groups: Iterable[object]) -> set[str]:
     """Return the names of watched methods that a library has replaced on FSDP2 units."""
-    watched = {name for _, name, *_ in _fsdp2()}
+    watched = {name for _, name, *_ in _list_fsdp2_methods()}
     return {
         name
         for group in groups
@@ -377,7 +386,7 @@ def replaced_methods(groups: Iterable[Any]) -> set[str]:
     }
 
 
-def _fsdp2() -> list[tuple[Any, str, Around]]:
+def _list_fsdp2_methods() -> list[tuple[Any, str, Around]]:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import (  # noqa: PLC0415  # loads torch.distributed
         FSDPParamGroup,
     )
@@ -387,34 +396,34 @@ def _fsdp2() -> list[tuple[Any, str, Around]]:
 
     return [
         # Wrap the state's method: it issues explicit prefetches after the group's `pre_backward`.
-        (FSDPState, "_pre_backward", UnitWatch._before_backward),
-        (FSDPParamGroup, "pre_forward", UnitWatch._use_in_forward),
+        (FSDPState, "_pre_backward", UnitWatch._watch_state_pre_backward),
+        (FSDPParamGroup, "pre_forward", UnitWatch._watch_pre_forward),
         (FSDPParamGroup, "unshard", UnitWatch._unshard),
-        (FSDPParamGroup, "wait_for_unshard", UnitWatch._wait),
-        (FSDPParamGroup, "reshard", UnitWatch._reshard),
-        (FSDPParamGroup, "pre_backward", UnitWatch._trigger_in_backward),
-        (FSDPParamGroup, "post_backward", UnitWatch._serve_in_backward),
+        (FSDPParamGroup, "wait_for_unshard", UnitWatch._watch_wait_for_unshard),
+        (FSDPParamGroup, "reshard", UnitWatch._watch_reshard),
+        (FSDPParamGroup, "pre_backward", UnitWatch._watch_pre_backward),
+        (FSDPParamGroup, "post_backward", UnitWatch._watch_post_backward),
         # `reshard` calls these two methods, but so do state-dict hooks.
-        (FSDPParamGroup, "_to_sharded", UnitWatch._free),
-        (FSDPParamGroup, "_to_sharded_post_forward", UnitWatch._free),
+        (FSDPParamGroup, "_to_sharded", UnitWatch._watch_free),
+        (FSDPParamGroup, "_to_sharded_post_forward", UnitWatch._watch_free),
         # This method frees units that backward prefetched but never used.
-        (FSDPParamGroup, "finalize_backward", UnitWatch._free),
+        (FSDPParamGroup, "finalize_backward", UnitWatch._watch_free),
     ]
 
 
-def _fsdp1() -> list[tuple[Any, str, Around]]:
+def _list_fsdp1_methods() -> list[tuple[object, str, Around]]:
     runtime: Any = sys.modules.get("torch.distributed.fsdp._runtime_utils")
     if runtime is None:
         return []
     handle = sys.modules["torch.distributed.fsdp._flat_param"].FlatParamHandle
     return [
-        (handle, "_all_gather_flat_param", UnitWatch._gather_handle),
-        (handle, "unshard_grad", UnitWatch._serve_handle),
-        (handle, "reshard", UnitWatch._reshard_handle),
-        (runtime, "_reduce_grad", UnitWatch._serve_second),
-        (runtime, "_reduce_grad_no_shard", UnitWatch._serve_second),
+        (handle, "_all_gather_flat_param", UnitWatch._watch_handle_all_gather),
+        (handle, "unshard_grad", UnitWatch._watch_handle_unshard_grad),
+        (handle, "reshard", UnitWatch._watch_handle_reshard),
+        (runtime, "_reduce_grad", UnitWatch._watch_handle_reduce_grad),
+        (runtime, "_reduce_grad_no_shard", UnitWatch._watch_handle_reduce_grad),
         # Do not wrap _pre_backward_hook: graphs created before the block call the original.
-        (runtime, "_unshard", UnitWatch._unshard_handle),
+        (runtime, "_unshard", UnitWatch._watch_handle_unshard),
         (runtime, "_prefetch_handle", UnitWatch._prefetch_handle),
     ]
 
@@ -450,7 +459,7 @@ def unit_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, torch.T
         for managed in group.fsdp_params:
             if hasattr(managed, "_unsharded_param"):  # absent until the first gather
                 yield group.modules, managed._unsharded_param
-    for handle in _handles_of(modules):
+    for handle in _list_fsdp1_handles(modules):
         yield (handle._fully_sharded_module,), handle.flat_param
 
 
@@ -462,13 +471,37 @@ def direct_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
             yield parameter
 
 
-def groups_of_state(state: Any) -> list[Any]:
+def _list_reduced_unless_all(group: Any) -> tuple[tuple[nn.Module, str], ...]:
+    """Return the `ActingUnit.reduced` of an FSDP2 unit whose backward has just ended."""
+    # As in FSDPParamGroup.post_backward of torch 2.7 to 2.15. Since 2.13, a unit may be told to
+    # reduce zeros for parameters that were not used.
+    reduces_unused = getattr(group, "reduce_scatter_unused_params", False)
+    infos = tuple(
+        param._module_info
+        for param in group.fsdp_params
+        if param.unsharded_accumulated_grad is not None
+        or (
+            hasattr(param, "_unsharded_param")
+            and (
+                param._unsharded_param.grad is not None
+                or (reduces_unused and param._unsharded_param.requires_grad)
+            )
+        )
+    )
+    if len(infos) == len(group.fsdp_params):
+        return ()
+    return tuple((info.module, info.param_name) for info in infos)
+
+
+def groups_of_state(state: object) -> list[Any]:
     """Return the parameter groups of an FSDP2 state."""
     # Since torch 2.13, a state may have several groups; up to 2.11, it had one.
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)
-    group = getattr(state, "_fsdp_param_group", None)
+    if not hasattr(state, "_fsdp_param_group"):
+        raise upstream.moved_error("torch", f"{type(state).__name__}._fsdp_param_groups")
+    group = state._fsdp_param_group
     return [] if group is None else [group]
 
 
@@ -484,7 +517,7 @@ def fsdp_root(module: nn.Module) -> nn.Module | None:
         raise upstream.misread_error("torch", "FSDPState", problem) from problem
 
 
-def _handles_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
+def _list_fsdp1_handles(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """Yield the handles of FSDP1 wrappers that manage parameters."""
     wrapper = sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel
     for module in modules:
@@ -498,7 +531,7 @@ def _unsharded_nbytes_of_handle(handle: Any, padded: torch.Tensor) -> int:
     return numel * padded.element_size()
 
 
-def _gathered_nbytes_of(params: Iterable[Any]) -> int:
+def _unsharded_nbytes_of_params(params: Iterable[Any]) -> int:
     nbytes = [
         param._orig_size.numel() * (param.param_dtype or param.orig_dtype).itemsize
         for param in params
@@ -517,7 +550,7 @@ def _gathered_nbytes_of_handle(handle: Any) -> int:
 
 
 @functools.cache
-def _states(names: str) -> list[enum.Enum]:
+def _look_up_training_states(names: str) -> list[enum.Enum]:
     """Return members of a torch enum; `names` is the enum's path, then the members' names."""
     name, *members = names.split()
     module, _, kind = name.rpartition(".")

@@ -20,7 +20,7 @@ WRAPPER_SEGMENTS: Final = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wra
 they wrap (the same in torch 2.7, 2.13, 2.15; torch removes these segments from FQNs too)."""
 
 
-def replicated_over(layer: nn.Module) -> dist.ProcessGroup | None:
+def find_replicating_group(layer: nn.Module) -> dist.ProcessGroup | None:
     """Return the group over which DDP or `replicate` replicates a module; None if neither does."""
     if isinstance(layer, DistributedDataParallel):
         group: dist.ProcessGroup = layer.process_group
@@ -29,7 +29,7 @@ def replicated_over(layer: nn.Module) -> dist.ProcessGroup | None:
     # first forward (the same in torch 2.7, 2.13, 2.15). Look in sys.modules, because the package
     # exports a function with the same name as the module.
     module: Any = sys.modules.get("torch.distributed._composable.replicate")
-    if module is None or not isinstance(layer, getattr(module, "DDP", ())):
+    if module is None or not isinstance(layer, module.DDP):
         return None
     state = module.replicate.state(layer)
     explicit_group = (state._init_kwargs or {}).get("process_group")
@@ -66,7 +66,7 @@ class ModuleNames:
         for number, root in enumerate(roots, start=1):
             prefix = "" if number == 1 or are_parts else f"@{number}"
             named, kind = [*root.named_modules()], type(root).__name__
-            fqns, paths = _without_wrappers(named), [path for path, _ in named]
+            fqns, paths = _strip_wrappers(named), [path for path, _ in named]
             self.paths += [(kind, path) for path in paths]
             if prefix:
                 fqns, paths = (
@@ -82,7 +82,7 @@ class ModuleNames:
         """Return a module's FQN; None for None, or for a module outside all roots."""
         return None if module is None else self.by_id.get(id(module))
 
-    def joined(self, modules: tuple[nn.Module, ...]) -> str | None:
+    def join_fqns(self, modules: tuple[nn.Module, ...]) -> str | None:
         """Return the FQNs of a unit's modules, joined with ``+``; None if no module has an FQN."""
         if len(modules) == 1:
             return self.fqn(modules[0])
@@ -91,7 +91,7 @@ class ModuleNames:
         return "+".join(sorted(names, key=natural_key)) if names else None
 
 
-def parts_of(model: object, *, given_to: str, otherwise: str = "") -> list[nn.Module]:
+def read_model_parts(model: object, *, given_to: str, otherwise: str = "") -> list[nn.Module]:
     """Return the modules that a user passed to the function `given_to`: a model, or its parts."""
     # Error texts end with `otherwise`, which suggests an alternative and begins with a comma.
     parts: list[Any] = [*model] if isinstance(model, Sequence) else [model]
@@ -132,7 +132,7 @@ def _common_parameter(parts: Iterable[nn.Module]) -> str | None:
         named = [*part.named_modules()]
         names = {
             f"{fqn}.{name}" if fqn else name
-            for (_, module), fqn in zip(named, _without_wrappers(named), strict=True)
+            for (_, module), fqn in zip(named, _strip_wrappers(named), strict=True)
             for name, _ in module.named_parameters(recurse=False)
         }
         if not earlier.isdisjoint(names):
@@ -141,15 +141,15 @@ def _common_parameter(parts: Iterable[nn.Module]) -> str | None:
     return None
 
 
-def _without_wrappers(named: Sequence[tuple[str, nn.Module]]) -> list[str]:
+def _strip_wrappers(named: Sequence[tuple[str, nn.Module]]) -> list[str]:
     """Return the names without the segments that wrappers add."""
     # DDP's segment is "module", a name that users may also choose, so check the types.
     wrappers = [name for name, module in named if isinstance(module, DistributedDataParallel)]
     ddp = [f"{name}.module" if name else "module" for name in wrappers]
-    return [clean_fqn(_outside(name, ddp)) for name, _ in named]
+    return [clean_fqn(_strip_ddp(name, ddp)) for name, _ in named]
 
 
-def _outside(name: str, ddp: Sequence[str]) -> str:
+def _strip_ddp(name: str, ddp: Sequence[str]) -> str:
     for wrapped in reversed(ddp):
         if name == wrapped or name.startswith(wrapped + "."):
             outer = wrapped.removesuffix("module").removesuffix(".")

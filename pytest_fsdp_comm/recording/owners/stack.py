@@ -15,37 +15,45 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, Final, Literal
 
-import torch
 import torch.distributed as dist
 from torch import fx, nn
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.recording.frames import Whose, call_site_of, outwards, torch_files, whose
+from pytest_fsdp_comm.recording.frames import (
+    Whose,
+    call_site_of,
+    find_author,
+    torch_path_prefix,
+    walk_outwards,
+)
 
 # Checked in torch 2.6, 2.9, 2.11 and 2.13; tests/recording/test_contracts.py fails if one moves.
-_CALL_MODULE: Final = nn.Module._call_impl.__code__
+_CALL_MODULE: Final[CodeType] = upstream.look_up("torch.nn", "Module._call_impl").__code__
 """The code object of the function that every module call runs."""
-_STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+_STEP: Final[CodeType] = upstream.look_up("torch.optim", "Optimizer.profile_hook_step")(
+    lambda: None
+).__code__
 """The code object of the function that torch wraps around every optimizer's step."""
 
-_DDP: Final = torch_files() + "nn/parallel/distributed.py"
+_DDP: Final = torch_path_prefix() + "nn/parallel/distributed.py"
 # Files of torch whose code runs between the dispatcher and a kernel or a mode.
-_BELOW_DISPATCHER: Final = tuple(
-    torch_files() + path for path in ("_compile.py", "_dynamo/", "utils/_python_dispatch.py")
+BELOW_DISPATCHER: Final = tuple(
+    torch_path_prefix() + path
+    for path in ("_compile.py", "_dynamo/", "_ops.py", "_subclasses/", "utils/_python_dispatch.py")
 )
 
 
 def called_module(frame: FrameType) -> nn.Module | None:
     """Return the module that a frame calls; None for other frames and compiled graphs."""
-    return _module_of(frame) if _meaning_of(frame.f_code) == "module" else None
+    return _read_called_module(frame) if _get_cached_code_kind(frame.f_code) == "module" else None
 
 
-def running() -> list[nn.Module | None]:
+def running_modules() -> list[nn.Module | None]:
     """Return the running modules on the stack, outermost first, with None for the engine."""
     modules = []
-    for frame in outwards(sys._getframe(1)):
+    for frame in walk_outwards(sys._getframe(1)):
         module = called_module(frame)
-        if module is not None or _meaning_of(frame.f_code) == "engine":
+        if module is not None or _get_cached_code_kind(frame.f_code) == "engine":
             modules.append(module)
     return modules[::-1]
 
@@ -69,16 +77,16 @@ _meanings: dict[int, _Code] = {}
 _codes: list[CodeType] = []
 
 
-def _meaning_of(code: CodeType) -> _Code:
+def _get_cached_code_kind(code: CodeType) -> _Code:
     meaning = _meanings.get(id(code))
     if meaning is None:
         _codes.append(code)
-        meaning = _meanings[id(code)] = _look_at(code)
+        meaning = _meanings[id(code)] = _classify_code(code)
     return meaning
 
 
-def _look_at(code: CodeType) -> _Code:  # noqa: PLR0911  # one return for each meaning
-    if code is _CALL_MODULE or code is _forward_method_code():
+def _classify_code(code: CodeType) -> _Code:  # noqa: PLR0911  # one return for each meaning
+    if code is _CALL_MODULE or code is _registered_forward_code():
         return "module"
     if code is engine_code():
         return "engine"
@@ -86,14 +94,14 @@ def _look_at(code: CodeType) -> _Code:  # noqa: PLR0911  # one return for each m
         return "step"
     if code is code_of("torch.distributed.tensor._redistribute", "redistribute_local_tensor"):
         return "redistribute"
-    owner = whose(code.co_filename)
+    owner = find_author(code.co_filename)
     if owner != "torch":
         return _MEANINGS[owner]
-    if code.co_filename.startswith(_BELOW_DISPATCHER):
+    if code.co_filename.startswith(BELOW_DISPATCHER):
         return "skipped"
     if code.co_filename == _DDP:
         return "ddp"
-    inside = code.co_filename[len(torch_files()) :]
+    inside = code.co_filename[len(torch_path_prefix()) :]
     if inside.startswith(("distributed/tensor/", "distributed/_tensor/")):
         return "dtensor"
     if inside == "distributed/distributed_c10d.py" and "object" in code.co_name:
@@ -131,10 +139,10 @@ class StackScan:
         """``path:line`` of the caller; empty if there is none."""
         return call_site_of(self.caller)
 
-    def pass_code(self, kind: _Code, frame: FrameType) -> None:
+    def add_frame(self, kind: _Code, frame: FrameType) -> None:
         """Update the scan for a frame that runs neither a module nor the engine."""
         if kind in {"user", "library"}:
-            caller_kind = self.caller and _meaning_of(self.caller.f_code)
+            caller_kind = self.caller and _get_cached_code_kind(self.caller.f_code)
             if caller_kind is None or (caller_kind == "library" and kind == "user"):
                 self.caller = frame
         # Frames further out did not request the call; see Note [No hooks].
@@ -160,11 +168,11 @@ def scan_stack() -> StackScan:
     entry: FrameType | None = None
     has_reason = False
     while frame is not None:
-        kind = get_meaning(id(frame.f_code)) or _meaning_of(frame.f_code)
+        kind = get_meaning(id(frame.f_code)) or _get_cached_code_kind(frame.f_code)
         if kind == "other":
             scan.is_from_cpp &= entry is not None
         elif kind == "module":
-            module = _module_of(frame)
+            module = _read_called_module(frame)
             # Compare with None: bool() of a module may be its length, or raise.
             if module is not None:
                 scan.outermost = module
@@ -178,13 +186,15 @@ def scan_stack() -> StackScan:
             scan.is_from_cpp &= entry is not None
             # A redistribution has many frames of DTensor code; reading the first is enough.
             if kind != "dtensor" or not (has_reason or scan.is_from_dtensor):
-                scan.pass_code(kind, frame)
-        below, frame = frame, frame.f_back
-    scan.is_from_ddp = scan.is_from_ddp or _has_bucket(entry or below)
+                scan.add_frame(kind, frame)
+        if kind != "skipped":  # a simulated DDP runs in frames of this package
+            below = frame
+        frame = frame.f_back
+    scan.is_from_ddp = scan.is_from_ddp or _is_ddp_hook_frame(entry or below)
     return scan
 
 
-def _has_bucket(entry: FrameType) -> bool:
+def _is_ddp_hook_frame(entry: FrameType) -> bool:
     """Whether `entry`, called from C++ or by a new thread, is a DDP communication hook."""
     if entry.f_code.co_name == "<module>":
         return False
@@ -192,23 +202,23 @@ def _has_bucket(entry: FrameType) -> bool:
     return any(isinstance(value, bucket) for value in entry.f_locals.values())
 
 
-def _module_of(frame: FrameType) -> nn.Module | None:
+def _read_called_module(frame: FrameType) -> nn.Module | None:
     """Return the user's module that a frame calls; None for a compiled graph."""
     module: Any = frame.f_locals.get("self")
-    return None if not isinstance(module, nn.Module) or is_graph(module) else module
+    return None if not isinstance(module, nn.Module) or is_compiled_graph(module) else module
 
 
-def compiled_module(module: nn.Module | None) -> nn.Module | None:
+def unwrap_compiled_module(module: nn.Module | None) -> nn.Module | None:
     """Return the module inside a wrapper of `torch.compile`; any other module unchanged."""
     # A TorchScript module's `_modules` is not a dict and has no get().
     modules = {} if module is None else module._modules
     return modules["_orig_mod"] if "_orig_mod" in modules else module  # noqa: SIM401  # no get()
 
 
-def is_graph(module: nn.Module | None) -> bool:
+def is_compiled_graph(module: nn.Module | None) -> bool:
     """Whether a module is a compiled graph, or dynamo's wrapper around one."""
     # Some backends call the graph directly; dynamo wraps the graph of backward (torch 2.13).
-    called = compiled_module(module)
+    called = unwrap_compiled_module(module)
     if not isinstance(called, fx.GraphModule):
         return False
     if isinstance(called, graph_type()):
@@ -232,7 +242,7 @@ def graph_type() -> type[nn.Module]:
 
 
 @functools.cache
-def _forward_method_code() -> CodeType:
+def _registered_forward_code() -> CodeType:
     # torch wraps this code around a method other than forward, to unshard the FSDP2 unit first.
     name = "register_fsdp_forward_method"
     registering = code_of("torch.distributed.fsdp", name)
@@ -248,17 +258,12 @@ def _clipping_codes() -> list[CodeType]:
     # Look up the public names, which have existed since torch 2.6. The definitions have private
     # names: torch.nn.utils.get_total_norm is clip_grad._get_total_norm.
     names = ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm")
-    fsdp1 = upstream.look_up("torch.distributed.fsdp", "FullyShardedDataParallel")
-    if not hasattr(fsdp1, "clip_grad_norm_"):
-        raise upstream.moved_error("torch", f"{fsdp1.__qualname__}.clip_grad_norm_")
     codes = [code_of("torch.nn.utils", name) for name in names]
-    codes.append(inspect.unwrap(fsdp1.clip_grad_norm_).__code__)
-    return codes
+    return [*codes, code_of("torch.distributed.fsdp", "FullyShardedDataParallel.clip_grad_norm_")]
 
 
 @functools.cache
-def code_of(module: str, name: str, method: str = "") -> CodeType:
-    """Return the code object of a torch function, or of a method of a torch class."""
-    function = upstream.look_up(module, name)
-    code: CodeType = inspect.unwrap(getattr(function, method) if method else function).__code__
+def code_of(module: str, name: str) -> CodeType:
+    """Return the code object of a torch function, or of a method, such as ``Linear.forward``."""
+    code: CodeType = inspect.unwrap(upstream.look_up(module, name)).__code__
     return code

@@ -28,7 +28,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pytest_fsdp_comm.comm.events import REDUCING, Phase, Role, Source
-from pytest_fsdp_comm.recording.dtensors import plain_tensors
+from pytest_fsdp_comm.recording.dtensors import unwrap_tensors
 from pytest_fsdp_comm.recording.operations import NOWHERE, Operation, tensors_in
 from pytest_fsdp_comm.recording.owners.attribution import Attribution, Carried, Label
 from pytest_fsdp_comm.recording.owners.fsdp import direct_parameters, registered_parameters
@@ -92,13 +92,13 @@ class TensorOwners:
         self._results: dict[int, list[_Result]] = {}
         self._has_new_results = False
 
-    def carried(
+    def find_carried_parameter(
         self,
         scan: StackScan,
         operation: Operation,
-        bound: Mapping[Any, Any],
+        bound: Mapping[object, object],
         attribution: Attribution,
-        dtensor: Any,
+        dtensor: object,
     ) -> Carried | None:
         """Find the parameter or gradient in a call; None for FSDP, DDP and object calls."""
         # `bound` maps argument names to values. `dtensor` is the DTensor that user code is
@@ -107,11 +107,11 @@ class TensorOwners:
             return None
         node = self._current_node() if attribution.phase is Phase.BACKWARD else None
         if node is not None:
-            label = _label_of_node(node, Role.GRADIENTS)
+            label = _find_label_behind_node(node, Role.GRADIENTS)
         elif isinstance(dtensor, nn.Parameter):
             label = Label(parameter=dtensor, role=Role.PARAMETERS)
         else:
-            label = _label_of_node(getattr(dtensor, "grad_fn", None), Role.PARAMETERS)
+            label = _find_label_behind_node(getattr(dtensor, "grad_fn", None), Role.PARAMETERS)
         # In an AccumulateGrad, look at the tensor anyway: a parameter's hook may send any tensor.
         if label is None or hasattr(node, "variable"):
             if dtensor is not None:
@@ -122,19 +122,22 @@ class TensorOwners:
             else:
                 has_sent = operation.sent is not NOWHERE
                 sent = bound.get(operation.sent if has_sent else operation.received)
-            label = self._label_of_tensors(_plain(sent), dtensor, attribution) or label
+            label = (
+                self._find_label_by_storage(_list_plain_tensors(sent), dtensor, attribution)
+                or label
+            )
         if operation.kind == "all_gather" and dtensor is None:
             # Other ranks may send shards of different parameters than this rank, so look at the
             # whole output, not only at this rank's shard.
-            places = map(extent_of, _plain(bound.get(operation.received)))
+            places = map(extent_of, _list_plain_tensors(bound.get(operation.received)))
             label = (
-                merged([self._label_at(at, whole=False) for at in places if at is not None])
+                merge_labels([self._label_at(at, whole=False) for at in places if at is not None])
                 or label
             )
         return Carried(label)
 
     def follow(self, operation: Operation, call: Attribution, received: Iterable[Any]) -> None:
-        """Track the results of a call for which `carried` found no parameter."""
+        """Track the results of a call for which `find_carried_parameter` found no parameter."""
         unproven = call.carried
         # Do not track results in forward: they are activations, numerous and soon freed.
         if unproven is None or unproven.label is not None or call.phase in _RUNS_MODULES:
@@ -146,7 +149,7 @@ class TensorOwners:
                 carried = unproven
                 earlier = self._results.setdefault(extent.storage, [])
                 for at, result in enumerate(earlier):
-                    if result.version != version and _overlap(result.extent, extent):
+                    if result.version != version and _has_overlap(result.extent, extent):
                         # Both calls used this bucket, so a match would not show which one to label.
                         carried = Carried()
                         earlier[at] = result._replace(carried=carried)
@@ -164,7 +167,7 @@ class TensorOwners:
         results = chain(*self._results.values())
         live = [result for result in results if not result.storage.expired()]
         if live:
-            self._make_table()
+            self._rebuild_label_table()
         for result in live:
             label = self._label_at(result.extent, whole=False)
             # Accept gradients only from reductions, and parameters only from other collectives: any
@@ -182,8 +185,8 @@ class TensorOwners:
         self._parameters.clear()
         self._results.clear()
 
-    def _label_of_tensors(
-        self, sent: Sequence[torch.Tensor], dtensor: Any, attribution: Attribution
+    def _find_label_by_storage(
+        self, sent: Sequence[torch.Tensor], dtensor: object, attribution: Attribution
     ) -> Label | None:
         extents = [extent_of(tensor) for tensor in sent]
         running, runs_modules = attribution.issued_in, attribution.phase in _RUNS_MODULES
@@ -193,11 +196,11 @@ class TensorOwners:
             for parameter in chain(*map(direct_parameters, running)):
                 if id(parameter) not in self._parameters:
                     self._parameters[id(parameter)] = parameter
-                    self._add(parameter, Role.PARAMETERS)
+                    self._add_to_label_table(parameter, Role.PARAMETERS)
         if self._table_roots != [*map(id, self._roots)]:
-            self._make_table()
-        label = self._label_of_all(extents)
-        if label is None and runs_modules and _may_be_copy(dtensor, running):
+            self._rebuild_label_table()
+        label = self._label_at_all(extents)
+        if label is None and runs_modules and _can_be_parameter_copy(dtensor, running):
             return Label(parameter=None, role=None)
         if label is None and attribution.phase in _HAS_ALL:
             self._misses += 1
@@ -205,12 +208,14 @@ class TensorOwners:
             # Gradients are freed and created again, so the table goes stale. Building it takes time
             # proportional to the number of parameters, so wait for many new nodes or misses.
             if 4 * (num_nodes + self._misses) >= len(self._parameters):
-                self._make_table()
-                label = self._label_of_all(extents)
+                self._rebuild_label_table()
+                label = self._label_at_all(extents)
         return label
 
-    def _label_of_all(self, extents: Sequence[Extent | None]) -> Label | None:
-        return merged([None if extent is None else self._label_at(extent) for extent in extents])
+    def _label_at_all(self, extents: Sequence[Extent | None]) -> Label | None:
+        return merge_labels(
+            [None if extent is None else self._label_at(extent) for extent in extents]
+        )
 
     def _label_at(self, extent: Extent, *, whole: bool = True) -> Label | None:
         """Return the label at `extent`; if `whole`, an empty label unless one tensor covers it."""
@@ -219,32 +224,38 @@ class TensorOwners:
             return None
         labels, is_within = [], False
         for candidate in candidates:
-            places = [at for at in map(extent_of, _plain(_now(candidate))) if at is not None]
-            places = [place for place in places if _overlap(place, extent)]
+            places = [
+                at
+                for at in map(
+                    extent_of, _list_plain_tensors(_labelled_value_or_gradient(candidate))
+                )
+                if at is not None
+            ]
+            places = [place for place in places if _has_overlap(place, extent)]
             if places:
                 labels.append(candidate)
             for place in places:
                 is_within |= place.start <= extent.start and extent.end <= place.end
-        label = merged(labels)
+        label = merge_labels(labels)
         if label is None or is_within or not whole:
             return label
         return Label(parameter=None, role=None)
 
-    def _make_table(self) -> None:
+    def _rebuild_label_table(self) -> None:
         self._table = {}  # a new dict, because another thread may be reading the old dict
         self._parameters = {
             id(parameter): parameter for parameter, _ in registered_parameters(self._roots)
         }
         for parameter in self._parameters.values():
-            self._add(parameter, Role.PARAMETERS)
+            self._add_to_label_table(parameter, Role.PARAMETERS)
             if parameter.is_leaf and parameter.grad is not None:
-                self._add(parameter, Role.GRADIENTS)
+                self._add_to_label_table(parameter, Role.GRADIENTS)
         self._table_roots = [*map(id, self._roots)]
         self._table_node, self._misses = self._next_number(), 0
 
-    def _add(self, parameter: torch.Tensor, role: Role) -> None:
+    def _add_to_label_table(self, parameter: torch.Tensor, role: Role) -> None:
         label = Label(parameter=parameter, role=role)
-        for tensor in _plain(_now(label)):
+        for tensor in _list_plain_tensors(_labelled_value_or_gradient(label)):
             if _has_bytes(tensor):
                 labels = self._table.setdefault(tensor.untyped_storage()._cdata, [])
                 # A DTensor may have several tensors in one storage.
@@ -252,13 +263,13 @@ class TensorOwners:
                     labels.append(label)
 
 
-def _now(label: Label) -> object:
+def _labelled_value_or_gradient(label: Label) -> object:
     """Return the labelled parameter, or its gradient at this moment."""
     parameter: Any = label.parameter
     return parameter if label.role is Role.PARAMETERS else parameter.grad
 
 
-def merged(labels: Sequence[Label | None]) -> Label | None:
+def merge_labels(labels: Sequence[Label | None]) -> Label | None:
     """Merge labels: fields that differ become None. None if `labels` is empty or contains None."""
     labelled = [label for label in labels if label is not None]
     if not labelled or len(labelled) < len(labels):
@@ -285,17 +296,17 @@ def extent_of(tensor: Any) -> Extent | None:
     return Extent(tensor.untyped_storage()._cdata, start, start + numel * itemsize)
 
 
-def _has_bytes(tensor: Any) -> bool:
+def _has_bytes(tensor: torch.Tensor) -> bool:
     # Opaque wrapper subclasses and functorch's tensors have no storage.
     return tensor.layout is torch.strided and torch._C._has_storage(tensor)
 
 
-def weak_storage(tensor: torch.Tensor) -> Any:
+def weak_storage(tensor: torch.Tensor) -> object:
     """Return a weak reference to the storage: it can be freed, but its address stays reserved."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def _label_of_node(node: Any, role: Role) -> Label | None:
+def _find_label_behind_node(node: Any, role: Role) -> Label | None:
     while node is not None:
         parameter = getattr(node, "variable", None)  # only an AccumulateGrad has one
         if parameter is not None:
@@ -308,11 +319,11 @@ def _label_of_node(node: Any, role: Role) -> Label | None:
     return None
 
 
-def redistributed(frame: FrameType | None) -> Any:
+def find_redistributed_dtensor(frame: FrameType | None) -> object:
     """Return the DTensor that user code redistributes in `frame`; None if an operator does so."""
     if frame is None:
         return None
-    code = code_of("torch.distributed.tensor._redistribute", "Redistribute", "forward")
+    code = code_of("torch.distributed.tensor._redistribute", "Redistribute.forward")
     for _ in range(3):  # wrappers of either function add frames in between
         frame = None if frame is None else frame.f_back
         if frame is not None and frame.f_code is code:
@@ -320,7 +331,7 @@ def redistributed(frame: FrameType | None) -> Any:
     return None
 
 
-def _may_be_copy(tensor: Any, modules: Modules) -> bool:
+def _can_be_parameter_copy(tensor: Any, modules: Modules) -> bool:
     """Whether a tensor without gradients may be a copy of a parameter, judging by its shape."""
     if tensor is None or tensor.requires_grad:
         return False
@@ -328,14 +339,14 @@ def _may_be_copy(tensor: Any, modules: Modules) -> bool:
     return any(tensor.shape == parameter.shape for parameter in parameters)
 
 
-def _plain(value: object) -> Sequence[torch.Tensor]:
-    return [plain for tensor in tensors_in(value) for plain in plain_tensors(tensor)]
+def _list_plain_tensors(value: object) -> Sequence[torch.Tensor]:
+    return [plain for tensor in tensors_in(value) for plain in unwrap_tensors(tensor)]
 
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _overlap(a: Extent, b: Extent) -> bool:
+def _has_overlap(a: Extent, b: Extent) -> bool:
     is_apart = a.start >= b.end or b.start >= a.end
     return a == b or (a.storage == b.storage and not is_apart)

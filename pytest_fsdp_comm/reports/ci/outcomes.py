@@ -7,70 +7,51 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 from urllib.parse import quote
 
-from pytest_fsdp_comm.reports.explanation import CURE, NOTE
-from pytest_fsdp_comm.text.words import without_amounts
+from pytest_fsdp_comm.reports.explanation import Failure, failure_sort_key
+from pytest_fsdp_comm.text.words import hide_amounts
+
+# Statements that may differ between tests with the same change.
+_AMOUNTS: Final = frozenset({"cost", "note"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparisons:
-    """The comparisons of one test, which ranks and xdist workers send with the test's report."""
-
-    files: tuple[str, ...] = ()
-    """The snapshot files, relative to pytest's root directory, without duplicates."""
-    headline: str = ""
-    """The difference in one line; empty if nothing differs."""
-    explanation: tuple[str, ...] = ()
-    """All lines of the failure text except `accept`; empty if nothing differs."""
-    summaries: tuple[str, ...] = ()
-    """The model-wide changes, one per line, regressions first; empty if there are none."""
-    cost: tuple[str, ...] = ()
-    """The cost of the difference, total first; empty if the cost is unchanged or unknown."""
-    sent: tuple[tuple[str, str], ...] = ()
-    """For each change whose call site is known: ``path:line`` and the text of the change."""
-    accept: str = ""
-    test: str = ""
-    """The last word of `accept`, which names the test."""
-
-    @property
-    def summary(self) -> str:
-        """The first change, with its call site but without its cause."""
-        text = self.summaries[0].partition("; likely: ")[0] if self.summaries else self.headline
-        site = next((site for site, change in self.sent if change in self.summaries[:1]), "")
-        return f"{text}, at {site}" if site else text
-
-    @property
-    def command(self) -> str:
-        """`accept` without the test, so that `accept_all` can append several tests."""
-        return self.accept.removesuffix(self.test)
-
-    def change(self, nodeid: str) -> tuple[str, ...]:
-        """Return a key that is equal for tests with the same change, even if its numbers differ."""
-        module = re.escape(Path(nodeid.partition("::")[0]).name)
-        lines = [line for line in self.explanation[1:] if not line.startswith((CURE, NOTE))]
-        # The cost consists only of numbers, so use its lines only if there are no others.
-        changes = [line for line in lines if not line.endswith(self.cost)] or lines
-        site = rf"(?<![^ ,])[^ ,]*\b{module}:\d+"
-        return (self.command, *(without_amounts(re.sub(site, "", line)) for line in changes))
-
-
-def group_changes(tests: Mapping[str, Comparisons]) -> list[list[str]]:
+def group_changes(failures: Mapping[str, Failure | None]) -> list[list[str]]:
     """Group the node ids of tests that have the same change, even if its numbers differ."""
     groups: dict[object, list[str]] = {}
-    for nodeid, test in tests.items():
-        groups.setdefault(test.change(nodeid) if test.accept else nodeid, []).append(nodeid)
+    for nodeid, failure in failures.items():
+        is_accepted = failure is not None and failure.accept and not failure.is_missing
+        key = _change_key(failure, nodeid) if failure and is_accepted else nodeid
+        groups.setdefault(key, []).append(nodeid)
     return list(groups.values())
 
 
-def has_other_amounts(tests: Iterable[Comparisons]) -> bool:
+def _change_key(failure: Failure, nodeid: str) -> object:
+    """Return a key that is equal for tests with the same change, even if its numbers differ."""
+    module = re.escape(Path(nodeid.partition("::")[0]).name)
+    site = rf"(?<![^ ,])[^ ,]*\b{module}:\d+"
+    lines = [*failure.heads, *(row.line() for row in failure.rows if row.severity not in _AMOUNTS)]
+    return (failure.command, *(hide_amounts(re.sub(site, "", line)) for line in lines))
+
+
+def summarize_group(failure: Failure) -> str:
+    """Return the first change of tests that share it, with its call site, without its cause."""
+    if not failure.changes:
+        return failure.problem
+    first = failure.changes[0]
+    place = first.place or "".join(f"at {site}" for site in first.sites[:1])
+    return f"{first.marked_text}, {place}" if place else first.marked_text
+
+
+def has_other_amounts(failures: Iterable[Failure | None]) -> bool:
     """Return whether tests with the same change differ in their numbers."""
-    return len({(test.summaries, test.cost) for test in tests}) > 1
+    return len({failure and failure.amounts for failure in failures}) > 1
 
 
-def accept_all(tests: Sequence[Comparisons]) -> str:
+def make_joint_accept_command(failures: Sequence[Failure]) -> str:
     """Return one command that accepts a change in all tests that have it."""
-    return tests[0].command + " ".join(test.test for test in tests)
+    return failures[0].command + " ".join(failure.test for failure in failures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +73,10 @@ class FailedTest:
     place: Place | None
     """The line that failed; None if it is outside the checkout."""
     sent: tuple[tuple[Place, str], ...] = ()
-    """The lines of `comparisons.sent`, or the line that hangs, if they are in the checkout."""
-    comparisons: Comparisons = Comparisons()
-    """Empty if the test failed before its first comparison, or for an unrelated reason."""
+    """The lines that issue new calls, or the line that hangs, if they are in the checkout, each
+    with a text."""
+    failure: Failure | None = None
+    """None if the test failed before its first comparison, or for an unrelated reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +90,10 @@ class Outcomes:
     """The failed tests, in the order of pytest's reports."""
     unused: tuple[str, ...] = ()
     """Paths of snapshot files that no test compared, relative to pytest's root."""
+    artifacts: str = ""
+    """The directory of ``--comm-artifacts``, as a user writes it; empty without it."""
+    report: str = ""
+    """The page of ``--comm-report`` that the user opens first; empty without a report."""
     ended_early: str = ""
     """Why the session ended before all tests ran; empty if all of them ran."""
     annotates_all: bool = True
@@ -115,10 +101,11 @@ class Outcomes:
 
     @property
     def changes(self) -> list[list[FailedTest]]:
-        """The failed tests, grouped by change."""
+        """The failed tests, grouped by change; the worst changes come first."""
         tests = {test.nodeid: test for test in self.failed}
-        groups = group_changes({nodeid: test.comparisons for nodeid, test in tests.items()})
-        return [[tests[nodeid] for nodeid in group] for group in groups]
+        groups = group_changes({nodeid: test.failure for nodeid, test in tests.items()})
+        changes = [[tests[nodeid] for nodeid in group] for group in groups]
+        return sorted(changes, key=lambda group: failure_sort_key(group[0].failure))
 
     @property
     def has_news(self) -> bool:
@@ -134,19 +121,22 @@ class Origin:
     branch: str = ""
     address: str = ""
     """URL of the repository."""
+    run_address: str = ""
+    """URL of the page that lists the artifacts of this run."""
     top: str = ""
     """Directory of the checkout."""
 
     @property
     def commit_address(self) -> str:
         """The URL of the commit; empty if unknown."""
-        return f"{self.address}/commit/{quote(self.commit)}" if self.address else ""
+        return f"{self.address}/commit/{_quote_for_url(self.commit)}" if self.address else ""
 
     def line_address(self, place: Place | None) -> str:
         """Return the URL of a line of the checkout; empty if unknown."""
         if place is None or not self.address:
             return ""
-        return f"{self.address}/blob/{quote(self.commit)}/{quote(place.path)}#L{place.line}"
+        commit, path = _quote_for_url(self.commit), _quote_for_url(place.path)
+        return f"{self.address}/blob/{commit}/{path}#L{place.line}"
 
     def place(self, path: Path, line: int, *, root: Path) -> Place | None:
         """Return the `Place` of a line, or None if the line is outside the checkout."""
@@ -156,6 +146,11 @@ class Origin:
             if at.is_relative_to(below):
                 return Place(path=at.relative_to(below).as_posix(), line=line)
         return None
+
+
+def _quote_for_url(text: str) -> str:
+    # Directories and variables may have bytes that are not UTF-8.
+    return quote(os.fsencode(text))
 
 
 def read_origin(environment: Mapping[str, str]) -> Origin:
@@ -169,10 +164,14 @@ def read_origin(environment: Mapping[str, str]) -> Origin:
     server, repository = first("GITHUB_SERVER_URL"), first("GITHUB_REPOSITORY")
     project, commit = first("CI_PROJECT_URL"), first("GITHUB_SHA", "CI_COMMIT_SHA")
     address = f"{server}/{repository}" if server and repository else project and f"{project}/-"
+    # A link with a different scheme, such as javascript:, could run code.
+    address = address if commit and address.startswith(("https://", "http://")) else ""
+    run, job = (_quote_for_url(first(name)) for name in ("GITHUB_RUN_ID", "CI_JOB_ID"))
+    run_page = f"jobs/{job}/artifacts/browse" if job else run and f"actions/runs/{run}#artifacts"
     return Origin(
         commit=commit,
         branch=first("GITHUB_HEAD_REF", "GITHUB_REF_NAME", "CI_COMMIT_REF_NAME"),
-        # A link with a different scheme, such as javascript:, could run code.
-        address=address if commit and address.startswith(("https://", "http://")) else "",
+        address=address,
+        run_address=f"{address}/{run_page}" if address and run_page else "",
         top=first("GITHUB_WORKSPACE", "CI_PROJECT_DIR"),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from pytest_fsdp_comm.errors import printable
@@ -13,10 +13,23 @@ from pytest_fsdp_comm.reports.ci.outcomes import (
     Origin,
     Outcomes,
     Place,
-    accept_all,
     has_other_amounts,
+    make_joint_accept_command,
+    summarize_group,
 )
-from pytest_fsdp_comm.text.words import counted, cut, first_of, shorten, without_amounts
+from pytest_fsdp_comm.reports.explanation import (
+    failure_sort_key,
+    shorten_statement,
+    summarize_changes,
+)
+from pytest_fsdp_comm.text.words import (
+    cut,
+    first_of,
+    hide_amounts,
+    shell_word,
+    shorten,
+    show_count,
+)
 
 # Limits on the parts of a summary. If the summaries of a step exceed 1 MiB in total, GitHub drops
 # all of them.
@@ -42,113 +55,130 @@ _SEPARATOR: Final = re.compile(r"(?<=[/_.:])(?!:)(?=.)")
 BREAK: Final = "<wbr>"
 
 _AMOUNTS: Final = "Numbers of the first test; those of the other tests differ"
-_ACCEPT: Final = (
-    "If the tests ran with `--comm-artifacts=DIRECTORY`, `fsdp-comm accept DIRECTORY` accepts all "
-    "changes without another run.\n\n"
-)
 
 
 def render_summary(outcomes: Outcomes, origin: Origin) -> str:
     """Return a session's summary as Markdown that fits within GitHub's size limit."""
     parts = [f"{_headline(outcomes)}\n\n"]
     if outcomes.ended_early:
-        parts += [f"{plain(outcomes.ended_early)}\n\n"]
+        parts += [f"{escape_text(outcomes.ended_early)}\n\n"]
     if outcomes.failed:
         changes = outcomes.changes
         parts += ["| test | what differs | cost |\n| --- | --- | --- |\n"]
         listed, more = first_of(changes, _MAX_ROWS)
-        parts += [_row(tests, origin) for tests in listed]
+        parts += [_write_table_row(tests, origin) for tests in listed]
         parts += [f"| {more} more | | |\n"] * bool(more) + ["\n"]
-        explained = [tests for tests in changes if tests[0].comparisons.explanation]
+        explained = [tests for tests in changes if tests[0].failure]
         listed, more = first_of(explained, _MAX_DETAILS)
-        parts += [_details(tests) for tests in listed]
+        parts += [_write_details_section(tests) for tests in listed]
         parts += [f"The explanations of {more} more changes are in the log.\n\n"] * bool(more)
-        if any(tests[0].comparisons.accept for tests in explained):
-            parts += [_ACCEPT]
+        can_accept = any(tests[0].failure and tests[0].failure.accept for tests in explained)
+        parts += _describe_artifacts(outcomes, origin, can_accept=can_accept)
     if outcomes.unused:
-        files = counted(len(outcomes.unused), "snapshot file")
+        files = show_count(len(outcomes.unused), "snapshot file")
         parts += [f"{files} unused; the log has the command that removes them:\n\n"]
         paths, more = first_of(outcomes.unused, _MAX_UNUSED)
-        parts += [f"- <code>{_cell(path)}</code>\n" for path in paths]
+        parts += [f"- <code>{_shorten_and_escape(path)}</code>\n" for path in paths]
         parts += [f"- {more} more\n"] * bool(more) + ["\n"]
     return "".join(parts)
 
 
 def _headline(outcomes: Outcomes) -> str:
-    changed = sum(bool(test.comparisons.headline) for test in outcomes.failed)
+    changed = sum(test.failure is not None for test in outcomes.failed)
     unrelated = len(outcomes.failed) - changed
     compared = (
-        f"{counted(outcomes.compared_files, 'snapshot')} in "
-        f"{counted(outcomes.compared_tests, 'test')}"
+        f"{show_count(outcomes.compared_files, 'snapshot')} in "
+        f"{show_count(outcomes.compared_tests, 'test')}"
     )
     if not outcomes.has_news:
         return "No test compared a communication snapshot."
     if not outcomes.failed:
         equal = "all equal" if outcomes.compared_tests else "none compared"
         return f"Communication: {compared} compared, {equal}."
-    differ = f"differs from the reviewed snapshots in {counted(changed, 'test')}" if changed else ""
+    differ = (
+        f"differs from the reviewed snapshots in {show_count(changed, 'test')}" if changed else ""
+    )
     changes = len(outcomes.changes) - unrelated
-    differ += f" by {counted(changes, 'change')}" if changes < changed else ""
-    more = f"{counted(unrelated, 'test')} failed for another reason" if unrelated else ""
+    differ += f" by {show_count(changes, 'change')}" if changes < changed else ""
+    more = f"{show_count(unrelated, 'test')} failed for another reason" if unrelated else ""
     title = ", ".join(filter(None, (differ, more)))
     return f"### Communication{'' if differ else ':'} {title}\n\n{compared} compared."
 
 
-def _row(tests: Sequence[FailedTest], origin: Origin) -> str:
+def _describe_artifacts(outcomes: Outcomes, origin: Origin, *, can_accept: bool) -> Iterator[str]:
+    """Yield what to do with the directories that the session wrote, if the job saves them."""
+    saved = "the artifacts of this run"
+    if origin.run_address:
+        saved = f'<a href="{origin.run_address}">{saved}</a>'
+    if outcomes.report:
+        report = f"<code>{_shorten_and_escape(outcomes.report)}</code>"
+        yield f"The report {report} is in {saved}, if the job saves it.\n\n"
+    if outcomes.artifacts and can_accept:
+        place = _shorten_and_escape(shell_word(outcomes.artifacts))
+        yield (
+            f"To accept all changes without another run, download <code>{place}</code> from "
+            f"{saved}, then run <code>fsdp-comm accept {place}</code>.\n\n"
+        )
+
+
+def _write_table_row(tests: Sequence[FailedTest], origin: Origin) -> str:
     names = []
     listed, more = first_of(tests, _MAX_NAMES)
     for test in listed:
         # Let browsers break a long id, because an unbroken id would leave no room for the cost.
-        name = f"<code>{_SEPARATOR.sub(BREAK, _cell(test.nodeid))}</code>"
+        name = f"<code>{_SEPARATOR.sub(BREAK, _shorten_and_escape(test.nodeid))}</code>"
         address = origin.line_address(test.place)
         names.append(f'<a href="{address}">{name}</a>' if address else name)
     names += [f"and {more} more"] * bool(more)
-    comparisons = tests[0].comparisons
-    costs = [*comparisons.cost, *([_AMOUNTS] if _has_other_amounts(tests) else [])]
+    failure = tests[0].failure
+    costs = [entry.text for entry in failure.select("cost")] if failure else []
+    costs += [_AMOUNTS] if _has_other_amounts(tests) else []
     # Prefer the summaries, because the headline in `reason` has only the first of several changes.
-    lines = comparisons.summaries or tests[0].reason.splitlines()
-    changes, cost = ("<br>".join(map(_cell, side)) for side in (lines, costs))
+    lines = summarize_changes(failure) if failure else tests[0].reason.splitlines()
+    changes, cost = ("<br>".join(map(_shorten_and_escape, side)) for side in (lines, costs))
     return f"| {'<br>'.join(names)} | {changes} | {cost} |\n"
 
 
 def _has_other_amounts(tests: Sequence[FailedTest]) -> bool:
-    return has_other_amounts(test.comparisons for test in tests)
+    return has_other_amounts(test.failure for test in tests)
 
 
-def _details(tests: Sequence[FailedTest]) -> str:
+def _write_details_section(tests: Sequence[FailedTest]) -> str:
     """Format a section about a change: the tests that fail because of it, and how to accept it."""
-    comparisons = tests[0].comparisons
-    summary, names, lines = f"<code>{_cell(tests[0].nodeid)}</code>", "", comparisons.explanation
+    failures = [test.failure for test in tests if test.failure]
+    first = failures[0]
+    summary, names, lines = f"<code>{_shorten_and_escape(tests[0].nodeid)}</code>", "", first.lines
     if len(tests) > 1:
-        summary = f"{len(tests)} tests: {_cell(comparisons.summary)}"
+        summary = f"{len(tests)} tests: {_shorten_and_escape(summarize_group(first))}"
         listed, more = first_of(tests, _MAX_DETAIL_NAMES)
         names = "\n".join(test.nodeid for test in listed) + f"\nand {more} more" * bool(more)
-        names = f"{fenced(cut(names, _MAX_DETAIL))}\n\n"
+        names = f"{fence(cut(names, _MAX_DETAIL))}\n\n"
         # Drop the first line, which names only the first test's snapshot.
-        lines = tuple(line.removeprefix("  ") for line in comparisons.explanation[1:])
+        lines = tuple(line.removeprefix("  ") for line in first.lines[1:])
         names += f"{_AMOUNTS}:\n\n" if _has_other_amounts(tests) else ""
-    accept = accept_all([test.comparisons for test in tests])
+    accept = make_joint_accept_command(failures)
+    how = "To record it" if first.is_missing else f"To accept it{first.although}"
     # Omit a command that is too long: a truncated command would accept something else.
-    is_complete = comparisons.accept and len(accept) < _MAX_DETAIL
-    accept = f"\n\nTo accept it:\n\n{fenced(accept)}" if is_complete else ""
+    is_complete = first.accept and len(accept) < _MAX_DETAIL
+    accept = f"\n\n{how}:\n\n{fence(accept)}" if is_complete else ""
     # GitHub only renders Markdown inside HTML after a blank line.
     return (
         f"<details><summary>{summary}</summary>\n\n"
-        f"{names}{fenced(cut(chr(10).join(lines), _MAX_DETAIL))}{accept}\n\n</details>\n\n"
+        f"{names}{fence(cut(chr(10).join(lines), _MAX_DETAIL))}{accept}\n\n</details>\n\n"
     )
 
 
-def _cell(text: str) -> str:
-    return plain(shorten(text, _MAX_CELL))
+def _shorten_and_escape(text: str) -> str:
+    return escape_text(shorten(shorten_statement(text, _MAX_CELL), _MAX_CELL))
 
 
-def plain(text: str) -> str:
+def escape_text(text: str) -> str:
     """Escape text so that Markdown (including tables) and HTML show it literally, on one line."""
     line = printable(" ".join(text.split()))
     return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", line)
 
 
-def fenced(text: str) -> str:
+def fence(text: str) -> str:
     """Format text as a code block, even if it contains backticks."""
     content = printable(text, "\n\t")
     longest = max(map(len, re.findall(r"`+", content)), default=0)
@@ -160,13 +190,13 @@ def annotate(outcomes: Outcomes) -> list[str]:
     """Return one annotation for each change, at its call site or else at a failed assertion."""
     # Tests may have a change with different amounts, so keep only the first text of each change.
     causes: dict[tuple[Place, str], tuple[str, list[FailedTest]]] = {}
-    for test in outcomes.failed:
+    for test in sorted(outcomes.failed, key=lambda test: failure_sort_key(test.failure)):
         for place, text in test.sent:
-            tests = causes.setdefault((place, without_amounts(text)), (text, []))[1]
+            tests = causes.setdefault((place, hide_amounts(text)), (text, []))[1]
             tests += [test] if test not in tests else []
     for tests in outcomes.changes:
         first = tests[0]
-        is_unsent = first.comparisons.headline and not any(test.sent for test in tests)
+        is_unsent = first.failure and not any(test.sent for test in tests)
         if outcomes.annotates_all and first.place and is_unsent:
             causes.setdefault((first.place, first.reason), (first.reason, []))[1].extend(tests)
     commands = [_annotation(place, text, tests) for (place, _), (text, tests) in causes.items()]
@@ -179,23 +209,26 @@ def annotate(outcomes: Outcomes) -> list[str]:
 
 def _annotation(place: Place, text: str, tests: Sequence[FailedTest]) -> str:
     first, more = tests[0], len(tests) - 1
-    where = f"{first.nodeid} and {counted(more, 'more test')}" if more else first.nodeid
+    where = f"{first.nodeid} and {show_count(more, 'more test')}" if more else first.nodeid
     # Tests that need the same options share a command.
-    commands = defaultdict(list)
+    groups = defaultdict(list)
     for test in tests:
-        if test.comparisons.accept:
-            commands[test.comparisons.command].append(test.comparisons)
-    accepts = [f"accept: {accept_all(group)}" for group in commands.values()]
+        if test.failure and test.failure.accept and not test.failure.is_missing:
+            groups[test.failure.although, test.failure.command].append(test.failure)
+    accepts = [
+        f"accept{although}: {make_joint_accept_command(same)}"
+        for (although, _), same in groups.items()
+    ]
     is_short = sum(map(len, accepts)) < _MAX_MESSAGE // 2
     message = cut("\n".join((text, f"fails {where}", *accepts * is_short)), _MAX_MESSAGE)
-    title = _property(shorten(text.partition("\n")[0], _MAX_TITLE))
-    at = f"file={_property(place.path)},line={place.line}"
-    return f"::error {at},title={title}::{_data(message)}"
+    title = shorten(shorten_statement(text.partition("\n")[0], _MAX_TITLE), 2 * _MAX_TITLE)
+    at = f"file={_escape_property(place.path)},line={place.line}"
+    return f"::error {at},title={_escape_property(title)}::{_escape_message(message)}"
 
 
-def _data(text: str) -> str:
+def _escape_message(text: str) -> str:
     return printable(text, "\n").replace("%", "%25").replace("\n", "%0A")
 
 
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")
+def _escape_property(text: str) -> str:
+    return _escape_message(text).replace(":", "%3A").replace(",", "%2C")

@@ -16,6 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.comm.profile import CommProfile, comparable
 from pytest_fsdp_comm.errors import FsdpCommError, printable
+from pytest_fsdp_comm.reports.explanation import (
+    Failure,
+    failure_sort_key,
+    shorten_statement,
+    summarize_changes,
+)
 from pytest_fsdp_comm.reports.html.tables import (
     MARKS,
     CostRow,
@@ -36,7 +42,7 @@ from pytest_fsdp_comm.reports.trees import (
 )
 from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-from pytest_fsdp_comm.text.words import counted, shorten, show_nbytes
+from pytest_fsdp_comm.text.words import shorten, show_count, show_nbytes
 from pytest_fsdp_comm.tree.model import ShardTree
 from pytest_fsdp_comm.tree.profile import TreeProfile
 
@@ -50,10 +56,9 @@ _MAX_TESTS: Final = 1_500
 _MAX_TREE_ROWS: Final = 2_500
 _MAX_SECTION_ROWS: Final = 600  # for a tree on a page that also shows recordings
 _MAX_SLUG: Final = 60
-_MAX_HEADLINE: Final = 160
-_MAX_HEADLINES: Final = 6
-# Matches a list of several modules, as `fqn.name_owners` formats it.
-_NAMES: Final = r"[^\s,]+(?:, [^\s,]+)+(?: and \d+ more)?"
+_MAX_CHANGE: Final = 160
+_MAX_CHANGES: Final = 6
+_MAX_CELL: Final = 200  # with a long name, which is not cut otherwise
 _FILE_PART: Final = re.compile(r"\.ws\d+\.(.+)\.comm$")
 _MADE_WITH: Final = re.compile(r"#[^\n|]*\| ([^\n]*) \(not compared\)")
 _MAX_ROWS: Final = 300
@@ -105,9 +110,14 @@ class _TestRow:
     page: str
     name: str
     path: str
-    headline: str
+    failure: Failure | None
+    """The worst failed comparison; None if none failed."""
+    changes: tuple[str, ...]
+    """What changed, worst first; if nothing was compared, why the test failed."""
     site: str
     """The line that issued the new calls; empty if unknown."""
+    seconds: float
+    """Duration of setup, call and teardown."""
     costs: list[CostRow]
     """The rows of the total bytes and of the peak; empty if nothing was recorded."""
 
@@ -118,60 +128,89 @@ def render_pages(
     """Yield the path and content of each page: one page per test, then the index."""
     rows = []
     for result in run.tests:
-        sections = [
-            _section(f"v{number}", compared, read)
-            for number, compared in enumerate(result.record.compared)
-        ]
-        row = _test_row(result, sections)
-        rows.append(row)
-        yield f"tests/{row.page}", _test_page(result, row, sections)
-    yield "index.html", _index_page(run, sorted(rows, key=lambda row: row.status.rank))
+        test = _make_test_data("", result, read)
+        rows.append(test["row"])
+        data = _write_timelines_json(test["sections"])
+        yield f"tests/{test['row'].page}", _render("test.html.jinja", test=test, data=data)
+    yield "index.html", _index_page(run, sorted(rows, key=_row_sort_key))
 
 
-def _index_page(run: Run, rows: Sequence[_TestRow]) -> str:
+def render_single_page(run: Run, read: Callable[[str], CommProfile | TreeProfile]) -> str:
+    """Return one page that contains the index and all tests."""
+    tests = [
+        _make_test_data(f"t{number}-", result, read) for number, result in enumerate(run.tests)
+    ]
+    tests.sort(key=lambda test: _row_sort_key(test["row"]))
+    return _index_page(run, [test["row"] for test in tests], tests[:_MAX_TESTS])
+
+
+def _row_sort_key(row: _TestRow) -> tuple[int, int]:
+    # A change that breaks training comes first, even if it has been accepted.
+    return failure_sort_key(row.failure), row.status.rank
+
+
+def _index_page(run: Run, rows: Sequence[_TestRow], tests: Sequence[dict[str, Any]] = ()) -> str:
+    severities = [row.failure.severity for row in rows if row.failure]
     return _render(
         "index.html.jinja",
         run=run,
         rows=rows[:_MAX_TESTS],
         left_out=max(0, len(rows) - _MAX_TESTS),
         counts=Counter(row.status for row in rows),
+        severities=[*dict.fromkeys(severities)],
+        tests=tests,
+        data=_write_timelines_json([section for test in tests for section in test["sections"]]),
     )
 
 
 def _test_row(result: Result, sections: Sequence[dict[str, Any]]) -> _TestRow:
     path, _, name = result.nodeid.partition("::")
-    headlines = [value.headline for value in result.record.compared if value.headline]
     cost = next((section["cost"] for section in sections if section["cost"]), None)
-    texts = [value.text for value in result.record.compared if value.text]
-    sites = [*dict.fromkeys(site for text in texts for site, _ in text.sent)]
-    more = f" and {counted(len(sites) - 1, 'more line')}" if len(sites) > 1 else ""
+    failures = [value.failure for value in result.record.compared if value.failure]
+    failure = min(failures, key=failure_sort_key, default=None)
+    rows = [row for one in failures for row in one.rows]
+    sites = [*dict.fromkeys(site for row in rows for site in row.sites)]
+    lines = summarize_changes(failure) if failure else result.message.splitlines()
+    more = f" and {show_count(len(sites) - 1, 'more line')}" if len(sites) > 1 else ""
     return _TestRow(
         status=status_of(result),
         page=page_name(result.nodeid),
         name=name or path,
         path=path,
-        headline=_cut(headlines[0] if headlines else result.message),
+        failure=failure,
+        changes=tuple(
+            shorten(shorten_statement(line, _MAX_CHANGE), _MAX_CELL)
+            for line in lines[:_MAX_CHANGES]
+        ),
         site=f"issued at {sites[0]}{more}" if sites else "",
-        costs=cost_rows(cost)[-2:] if cost else [],
+        seconds=result.seconds,
+        # A test that failed before its first call has not recorded a step of 0 bytes.
+        costs=cost_rows(cost)[-2:] if cost and (cost.collectives or not result.message) else [],
     )
 
 
-def _test_page(result: Result, row: _TestRow, sections: Sequence[dict[str, Any]]) -> str:
+def _make_test_data(
+    prefix: str, result: Result, read: Callable[[str], CommProfile | TreeProfile]
+) -> dict[str, Any]:
+    """Return the template's data about a test, whose HTML ids begin with `prefix`."""
+    sections = [
+        _make_section_data(f"{prefix}v{number}", compared, read)
+        for number, compared in enumerate(result.record.compared)
+    ]
     rendered = sections[:_MAX_SECTIONS]
-    return _render(
-        "test.html.jinja",
-        result=result,
-        row=row,
-        sections=rendered,
-        data=_data(rendered),
-        left_out=len(sections) - len(rendered),
+    return {
+        "id": prefix,
+        "result": result,
+        "row": _test_row(result, sections),
+        "sections": rendered,
+        "left_out": len(sections) - len(rendered),
         # Prefer the recorded world size: a test without ranks may create a process group.
-        world_size=max((section["world_size"] for section in rendered), default=0)
+        "world_size": max((section["world_size"] for section in rendered), default=0)
         or result.record.world_size,
-    )
+    }
 
 
-def _section(
+def _make_section_data(
     prefix: str, value: Compared, read: Callable[[str], CommProfile | TreeProfile]
 ) -> dict[str, Any]:
     """Return the template's data about a value, whose HTML ids begin with `prefix`."""
@@ -240,29 +279,7 @@ def page_name(nodeid: str) -> str:
     return f"{slug}-{digest}.html"
 
 
-def _cut(text: str) -> str:
-    """Limit the number and length of a headline's lines, so that it fits into the table."""
-    first = text.splitlines()[:_MAX_HEADLINES]
-    return "\n".join(shorten(_with_change_first(line), _MAX_HEADLINE) for line in first)
-
-
-def _with_change_first(line: str) -> str:
-    """Move the module names in a long line to its end, or shorten them to ``a and 2 more``."""
-    if len(line) <= _MAX_HEADLINE:
-        return line
-    if match := re.fullmatch(
-        rf"((?:modules )?{_NAMES}(?: (?:in|outside) [a-z ]+)?(?:, each)?): (.+)", line
-    ):
-        return f"{match[2]}; {match[1]}"
-
-    def first_name(match: re.Match[str]) -> str:
-        more = int(re.sub(r".* and (\d+) more$|.*", r"\1", match[0]) or 0)
-        return f"{match[0].partition(',')[0]} and {match[0].count(',') + more} more"
-
-    return re.sub(rf"^{_NAMES}|(?<=of ){_NAMES}", first_name, line, count=1)
-
-
-def _data(sections: Sequence[dict[str, Any]]) -> str:
+def _write_timelines_json(sections: Sequence[dict[str, Any]]) -> str:
     """Return the JSON from which `report.js` draws timelines."""
     # One step of a 126-layer model has thousands of entries, so the JSON has each distinct entry
     # once, and a list of indices for each timeline. The script computes positions, intervals from
@@ -271,7 +288,8 @@ def _data(sections: Sequence[dict[str, Any]]) -> str:
     entries: dict[tuple[str | int | None, ...], int] = {}
 
     def place(entry: Entry) -> int:
-        values = (entry.operation, entry.module, entry.phase, entry.axis, entry.nbytes)
+        overlap = (entry.overlap,) if entry.overlap else ()
+        values = (entry.operation, entry.module, entry.phase, entry.axis, entry.nbytes, *overlap)
         return entries.setdefault(values, len(entries))
 
     drawn = {}
@@ -290,20 +308,20 @@ def _data(sections: Sequence[dict[str, Any]]) -> str:
 
 # Note [Safe pages]
 # Names of tests, modules and axes are arbitrary text. jinja escapes them (`autoescape`),
-# `_printable` escapes control characters, and the JSON has no "<", which could end its element. In
-# addition, the page's content security policy forbids loading anything, and allows only the style
-# sheet and script whose digests it lists. It also forbids style attributes, so the script positions
-# elements through their style properties, which the policy allows.
+# `_make_printable` escapes control characters, and the JSON has no "<", which could end its
+# element. In addition, the page's content security policy forbids loading anything, and allows only
+# the style sheet and script whose digests it lists. It also forbids style attributes, so the script
+# positions elements through their style properties, which the policy allows.
 
 
 def _render(template: str, **values: Any) -> str:
-    text = _environment().get_template(template).render(**values)
+    text = _make_jinja_environment().get_template(template).render(**values)
     # A test's id may contain a lone surrogate, which UTF-8 cannot encode.
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 @functools.cache
-def _environment() -> Environment:
+def _make_jinja_environment() -> Environment:
     from jinja2 import (  # noqa: PLC0415  # needed only to render a page
         Environment,
         PackageLoader,
@@ -313,16 +331,16 @@ def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("pytest_fsdp_comm.reports.html"),
         autoescape=True,
-        finalize=_printable,
+        finalize=_make_printable,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
     words = (mark, parameter_words, placement_words, policy_words, relation_words, show_nbytes)
-    filters = (*words, breakable, cost_rows, name_owners, name_ranks)
+    filters = (*words, make_breakable, cost_rows, name_owners, name_ranks)
     environment.filters.update({function.__name__: function for function in filters})
-    style, script = _asset("report.css"), _asset("report.js")
+    style, script = _read_asset("report.css"), _read_asset("report.js")
     environment.globals.update(
         marks=MARKS,
         max_rows=_MAX_ROWS,
@@ -337,21 +355,21 @@ def _environment() -> Environment:
     return environment
 
 
-def breakable(text: str) -> Any:
+def make_breakable(text: str) -> Any:
     """Escape an id, and allow line breaks after its separators."""
     from markupsafe import Markup, escape  # noqa: PLC0415  # installed with jinja2
 
-    parts = re.split(r"(?<=[/_.:,\[{-])(?=[^:])", _printable(text))
+    parts = re.split(r"(?<=[/_.:,\[{-])(?=[^:])", _make_printable(text))
     return Markup("<wbr>").join(map(escape, parts))
 
 
-def _printable(value: Any) -> Any:
+def _make_printable(value: Any) -> Any:
     # Trust Markup: only this module creates it, and only from printable text.
     is_text = isinstance(value, str) and not hasattr(value, "__html__")
     return printable(value, "\n\t") if is_text else value
 
 
-def _asset(name: str) -> str:
+def _read_asset(name: str) -> str:
     return (resources.files(__package__) / "templates" / name).read_text(encoding="utf-8")
 
 

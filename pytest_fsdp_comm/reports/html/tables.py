@@ -51,7 +51,7 @@ def side_rows(old: CommProfile, new: CommProfile) -> list[SideRow]:
     # Add new rows first, so that removed rows come last among the rows of their kind.
     for side, profile in ((1, new), (0, old)):
         for row in profile.rows:
-            places[row.owner, row.key][side].append(_amount(row))
+            places[row.owner, row.key][side].append(_show_row_calls(row))
     # Modules with the same calls before, and the same calls after, share a row.
     owners_of: defaultdict[tuple[RowKey, str, str], list[str | None]] = defaultdict(list)
     for (owner, key), (before, after) in places.items():
@@ -80,7 +80,7 @@ def differing_modules(rows: Iterable[SideRow]) -> set[str | None]:
     }
 
 
-def _amount(row: Row) -> str:
+def _show_row_calls(row: Row) -> str:
     calls = ", ".join(map(show_calls, row.calls))
     return f"{calls} on {name_ranks(row.ranks)}" if row.ranks else calls
 
@@ -105,22 +105,22 @@ class CostRow:
 def cost_rows(cost: Cost) -> list[CostRow]:
     """Return the calls, bytes and peak memory of one rank, before and after a change."""
 
-    def row(label: str, was: int, now: int, before: str, after: str) -> CostRow:
-        change = show_growth(was, now) if was != now else ""
+    def row(label: str, old: int, new: int, before: str, after: str) -> CostRow:
+        change = show_growth(old, new) if old != new else ""
         return CostRow(label=label, before=before, after=after, change=change)
 
     rows = []
     for kind in cost.collectives:
-        was, now = (volume.count + volume.unsized for volume in (kind.before, kind.after))
-        rows.append(row(f"{kind.kind}[{kind.axis}] calls", was, now, f"{was:_}", f"{now:_}"))
+        old, new = (volume.count + volume.unsized for volume in (kind.before, kind.after))
+        rows.append(row(f"{kind.kind}[{kind.axis}] calls", old, new, f"{old:_}", f"{new:_}"))
     volumes: list[tuple[str, PartCost | Cost]] = [("bytes in all", cost)]
     if len(cost.axes) > 1:
         volumes[:0] = [(f"bytes on {axis.axis}", axis) for axis in cost.axes]
     for label, part in volumes:
         sides = (show_nbytes(side.nbytes, side.unsized) for side in (part.before, part.after))
         rows.append(row(label, part.before.nbytes, part.after.nbytes, *sides))
-    was, now = cost.peak_before, cost.peak_after
-    return [*rows, row("peak gathered", was, now, show_nbytes(was), show_nbytes(now))]
+    old, new = cost.peak_before, cost.peak_after
+    return [*rows, row("peak gathered", old, new, show_nbytes(old), show_nbytes(new))]
 
 
 # A column of the table: an axis and a phase.
@@ -153,15 +153,15 @@ class ModuleTable:
     """The rank that sends the bytes, such as ``rank 0``; empty if all ranks send the same."""
 
 
-def _cells() -> defaultdict[Column, list[int]]:
+def _make_zero_cells() -> defaultdict[Column, list[int]]:
     return defaultdict(lambda: [0, 0, 0, 0])
 
 
 @dataclass(slots=True)
 class _Node:
-    direct: defaultdict[Column, list[int]] = field(default_factory=_cells)
+    direct: defaultdict[Column, list[int]] = field(default_factory=_make_zero_cells)
     """One `Cell` per column, for the calls of the module but not of its submodules."""
-    total: defaultdict[Column, list[int]] = field(default_factory=_cells)
+    total: defaultdict[Column, list[int]] = field(default_factory=_make_zero_cells)
     children: dict[str, _Node] = field(default_factory=dict)
 
     def key(self) -> object:
@@ -183,7 +183,7 @@ def module_table(old: CommProfile, new: CommProfile) -> ModuleTable:
         for row in profile.collectives:
             column = (row.axis, row.phase.value)
             node, cells = root, [root.total[column]]
-            for name in _path(row.owner):
+            for name in _split_owner_name(row.owner):
                 node = node.children.setdefault(name, _Node())
                 cells.append(node.total[column])
             for cell in (*cells, node.direct[column]):
@@ -193,7 +193,7 @@ def module_table(old: CommProfile, new: CommProfile) -> ModuleTable:
     return ModuleTable(columns=columns, rows=tuple(_module_rows(root, columns)), of_rank=of_rank)
 
 
-def _path(owner: str | None) -> list[str]:
+def _split_owner_name(owner: str | None) -> list[str]:
     if owner is None:
         return [NO_MODULE]
     # A unit of several modules has no single place in the hierarchy, so put it below the root.
@@ -204,12 +204,12 @@ def _module_rows(root: _Node, columns: tuple[Column, ...]) -> Iterator[ModuleRow
     pending: list[tuple[str, int, int, _Node, bool]] = [(ROOT_TEXT, 0, 1, root, False)]
     while pending:
         name, depth, count, node, is_part = pending.pop()
-        groups = _groups(node.children)
+        groups = _group_equal_children(node.children)
         # Merge a module without direct calls into one row with its only child: ``layers.{0..3}``.
         while depth and not node.direct and len(groups) == 1:
             ((below, many, node),) = groups
             name, count = f"{name}.{below}", count * many
-            groups = _groups(node.children)
+            groups = _group_equal_children(node.children)
         yield ModuleRow(
             name=name,
             depth=depth,
@@ -231,7 +231,7 @@ def _module_rows(root: _Node, columns: tuple[Column, ...]) -> Iterator[ModuleRow
             pending.append(("itself", depth + 1, count, itself, True))
 
 
-def _groups(children: Mapping[str, _Node]) -> list[tuple[str, int, _Node]]:
+def _group_equal_children(children: Mapping[str, _Node]) -> list[tuple[str, int, _Node]]:
     """Group numbered children that are equal; return each group's name pattern, size and node."""
     groups: defaultdict[object, list[str]] = defaultdict(list)
     for name in sorted(children, key=lambda name: (name == NO_MODULE, natural_key(name))):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Final, Literal
 
-from pytest_fsdp_comm.comm.events import Collective, Recording, Reshard
+from pytest_fsdp_comm.comm.events import Collective, HostWait, Recording, Reshard
 from pytest_fsdp_comm.reports.ci.outcomes import Origin
-from pytest_fsdp_comm.reports.explanation import FailureText
+from pytest_fsdp_comm.reports.explanation import Failure
+from pytest_fsdp_comm.text.fqn import name_owners
+from pytest_fsdp_comm.text.words import show_flops
 from pytest_fsdp_comm.tree.model import ShardTree
 
 Verdict = Literal["differs", "broken", "missing", "updated", "same", "uncompared"]
@@ -21,22 +23,26 @@ MAX_ENTRIES: Final = 8_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A collective, unshard or reshard, without its position; unknown strings are empty."""
+    """An event without its position; unknown strings are empty."""
 
     operation: str
-    """``unshard``, ``reshard``, or the kind of a collective."""
+    """``unshard``, ``reshard``, ``host_wait item`` for a wait in ``item()``, or the kind of a
+    collective."""
     module: str | None
-    """The collective's owner, or the unit that is unsharded or resharded; None if unknown."""
+    """The owner of the collective or wait, or the unit that is unsharded or resharded; None if
+    unknown."""
     phase: str
     nbytes: int
     """The message size, or the bytes of the unit's parameters."""
     axis: str = ""
     site: str = ""
+    overlap: str = ""
+    """``exposed``, or what can run at the same time as a collective; empty if that is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The collectives, unshards and reshards of one rank, or of ranks with equal recordings."""
+    """The events of one rank, or of ranks with equal recordings."""
 
     ranks: tuple[int, ...]
     entries: tuple[Entry, ...]
@@ -51,10 +57,15 @@ class Timeline:
 
 def timeline_of(recording: Recording) -> Timeline:
     """Return the first `MAX_ENTRIES` entries that a rank recorded."""
-    records: list[Collective | Reshard] = [*recording.collectives, *recording.reshards]
+    records: list[Collective | Reshard | HostWait] = [
+        *recording.collectives,
+        *recording.reshards,
+        *recording.host_waits,
+    ]
     records.sort(key=attrgetter("index"))
+    units = {name for reshard in recording.reshards for name in (reshard.module or "").split("+")}
     entries: dict[Entry, int] = {}
-    first = map(_entry, records[:MAX_ENTRIES])
+    first = (_make_entry(record, units) for record in records[:MAX_ENTRIES])
     order = tuple(entries.setdefault(entry, len(entries)) for entry in first)
     return Timeline(
         ranks=(recording.rank,),
@@ -65,18 +76,52 @@ def timeline_of(recording: Recording) -> Timeline:
     )
 
 
-def _entry(record: Collective | Reshard) -> Entry:
+def _make_entry(record: Collective | Reshard | HostWait, units: Collection[str]) -> Entry:
     phase = record.phase.value
-    if isinstance(record, Collective):
-        return Entry(
-            operation=record.kind,
-            module=record.owner,
-            phase=phase,
-            nbytes=record.nbytes,
-            axis=record.axis,
-            site=record.call_site,
-        )
-    return Entry(operation=record.action, module=record.module, phase=phase, nbytes=record.nbytes)
+    match record:
+        case Collective():
+            return Entry(
+                operation=record.kind,
+                module=record.owner,
+                phase=phase,
+                nbytes=record.nbytes,
+                axis=record.axis,
+                site=record.call_site,
+                overlap=_describe_overlap(record, units),
+            )
+        case HostWait():
+            return Entry(
+                operation=f"host_wait {record.way}",
+                module=record.owner,
+                phase=phase,
+                nbytes=0,
+                site=record.call_site,
+            )
+        case Reshard():
+            return Entry(
+                operation=record.action, module=record.module, phase=phase, nbytes=record.nbytes
+            )
+
+
+def _describe_overlap(event: Collective, units: Collection[str]) -> str:
+    """Return ``exposed``, or ``beside layers.{0..1} (28.5 GFLOP)``; empty on real ranks."""
+    if event.exposed is None:
+        return ""
+    if event.exposed:
+        return "exposed"
+    # A layer has many modules with FLOPs. Name its FSDP unit instead, except for the root's unit.
+    modules = dict.fromkeys(_find_unit_or_module(each.module, units) for each in event.beside)
+    flops = sum(each.flops for each in event.beside)
+    return f"beside {name_owners(modules)} ({show_flops(flops)})"
+
+
+def _find_unit_or_module(module: str | None, units: Collection[str]) -> str | None:
+    name = module or ""
+    while name:
+        if name in units:
+            return name
+        name = name.rpartition(".")[0]
+    return module
 
 
 def share_timelines(timelines: Iterable[Timeline]) -> tuple[Timeline, ...]:
@@ -101,10 +146,8 @@ class Compared:
     old: str = ""
     new: str = ""
     """The recording or tree, written as a snapshot; empty if that was not possible."""
-    text: FailureText | None = None
-    """The text of a failed comparison; None if no comparison failed."""
-    accept: str = ""
-    headline: str = ""
+    failure: Failure | None = None
+    """None if no comparison failed."""
     tree: ShardTree | None = None
     """The tree of the lowest rank; None for a recording."""
     timelines: tuple[Timeline, ...] = ()
@@ -148,4 +191,6 @@ class Run:
     is_interrupted: bool = False
     command: str = ""
     made_at: str = ""
+    versions: str = ""
+    """Versions of the packages that decide what is recorded and compared."""
     origin: Origin = field(default_factory=Origin)

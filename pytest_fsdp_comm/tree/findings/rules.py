@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, cast, get_args
 
 from pytest_fsdp_comm.text.fqn import escape
-from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
-from pytest_fsdp_comm.text.words import counted, show_nbytes
+from pytest_fsdp_comm.text.rank_lists import group_ranks_by_text, name_ranks
+from pytest_fsdp_comm.text.words import show_count, show_nbytes
 from pytest_fsdp_comm.tree.finding import THRESHOLDS, Finding, FindingSettings, RuleLevel
 from pytest_fsdp_comm.tree.findings.wrapping import (
     GATHERING,
@@ -41,7 +41,7 @@ def no_root_unit(wrapping: Wrapping) -> Iterator[Case]:
         if unit.kind in GATHERING and unit.is_root:
             by_part[unit.kind, wrapping.parts[unit.modules[0]]].append(index)
     for (kind, part), roots in sorted(by_part.items(), key=lambda entry: entry[1]):
-        lost = _without_root(wrapping, part, roots)
+        lost = _find_units_without_root(wrapping, part, roots)
         if lost:
             roots_kept = [i for i in lost if tree.units[i].reshard_after_forward is False]
             nbytes = sum(tree.units[i].nbytes_gathered for i in roots_kept)
@@ -55,7 +55,7 @@ def no_root_unit(wrapping: Wrapping) -> Iterator[Case]:
             yield Case(tuple(map(tree.unit_name, lost)), reason, nbytes, cure)
 
 
-def _without_root(wrapping: Wrapping, part: int, roots: Sequence[int]) -> list[int]:
+def _find_units_without_root(wrapping: Wrapping, part: int, roots: Sequence[int]) -> list[int]:
     """Return the roots in one part of a model that should be below a common root."""
     tree = wrapping.tree
     modules = {module for index in roots for module in tree.units[index].modules}
@@ -64,10 +64,12 @@ def _without_root(wrapping: Wrapping, part: int, roots: Sequence[int]) -> list[i
         for stack in wrapping.stacks
         if len(modules.intersection(stack)) > 1
         # Only a module with a forward can be their common root.
-        and any(tree.modules[at].has_forward for at in tree.around(stack[0]) if at != stack[0])
+        and any(
+            tree.modules[at].has_forward for at in tree.list_ancestry(stack[0]) if at != stack[0]
+        )
         for module in modules.intersection(stack)
     }
-    enclosing = {above for unit in tree.units for above in wrapping.above(unit)}
+    enclosing = {above for unit in tree.units for above in wrapping.list_ancestors(unit)}
     lost = [
         index
         for index in roots
@@ -94,7 +96,7 @@ def nested_kinds(wrapping: Wrapping) -> Iterator[Case]:
     tree = wrapping.tree
     kinds = {module: units[-1].kind for module, units in wrapping.units_of.items()}
     for index, unit in enumerate(tree.units):
-        around = wrapping.above(unit)
+        around = wrapping.list_ancestors(unit)
         outer = next((at for at in around if kinds.get(at, unit.kind) != unit.kind), None)
         if outer is not None:
             reason = (
@@ -112,7 +114,7 @@ def wrapped_after_parent(wrapping: Wrapping) -> Iterator[Case]:
     empty = {unit.modules[0]: i for i, unit in enumerate(tree.units) if not unit.parameters}
     late: defaultdict[int, dict[int, None]] = defaultdict(dict)
     for parameter in tree.parameters if empty else ():
-        inside = next((at for at in tree.around(parameter.module) if at in empty), None)
+        inside = next((at for at in tree.list_ancestry(parameter.module) if at in empty), None)
         manager = parameter.unit
         if inside is not None and manager is not None and tree.units[manager].modules[0] < inside:
             late[manager][empty[inside]] = None
@@ -166,7 +168,7 @@ def unmanaged_parameter(wrapping: Wrapping) -> Iterator[Case]:
 @rule("ranks-differ", "error", cure="build and wrap the model identically on all ranks")
 def ranks_differ(texts: Mapping[int, str]) -> Iterator[Case]:
     """Find trees that differ between ranks; `texts` are their snapshots, keyed by rank."""
-    (ranks, text), *differing = fold_equal(texts)
+    (ranks, text), *differing = group_ranks_by_text(texts)
     if differing:
         other_ranks, other_text = differing[0]
         lines = set(text.splitlines()) ^ set(other_text.splitlines())
@@ -264,7 +266,7 @@ def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
             reason = (
                 f"{frozen} of its {len(unit.parameters)} parameters are frozen, but FSDP1 reduces "
                 "one flat gradient with zeros for them, and allocates memory for it; separate "
-                f"units add {counted(len(worth) * gathers(unit), 'collective')} to a step"
+                f"units add {show_count(len(worth) * gathers(unit), 'collective')} to a step"
             )
             yield Case((wrapping.tree.unit_name(index),), reason, sum(worth))
 
@@ -280,9 +282,11 @@ def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
             continue
         units_of = wrapping.units_of
         # A module may have several units, one for each mesh.
-        enclosing = next((units_of[at] for at in wrapping.above(unit) if at in units_of), ())
+        enclosing = next(
+            (units_of[at] for at in wrapping.list_ancestors(unit) if at in units_of), ()
+        )
         around = enclosing[0] if len(enclosing) == 1 else None
-        if around is not None and _can_join(wrapping, unit, around):
+        if around is not None and _can_merge_into_enclosing(wrapping, unit, around):
             trains, trains_around = wrapping.is_trainable(unit), wrapping.is_trainable(around)
             saved = gathers(unit) + (reductions(unit) if trains and trains_around else 0)
             # If trainable units are merged into a frozen unit, the merged unit must reduce
@@ -290,13 +294,13 @@ def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
             at_least = "at least " if trains and not trains_around else ""
             reason = (
                 "its all-gather costs latency, not bandwidth: without this unit, a step has "
-                f"{at_least}{counted(saved, 'fewer collective')} and no more bytes; the largest "
+                f"{at_least}{show_count(saved, 'fewer collective')} and no more bytes; the largest "
                 f"unit gathers {show_nbytes(wrapping.largest_gather)}"
             )
             yield Case((wrapping.tree.unit_name(index),), reason, unit.nbytes_gathered)
 
 
-def _can_join(wrapping: Wrapping, unit: ShardUnit, around: ShardUnit) -> bool:
+def _can_merge_into_enclosing(wrapping: Wrapping, unit: ShardUnit, around: ShardUnit) -> bool:
     dtypes, dtypes_around = (
         {parameter.dtype for parameter in wrapping.parameters(of)} for of in (unit, around)
     )
@@ -351,6 +355,28 @@ def padding(wrapping: Wrapping) -> Iterator[Case]:
 
 
 @rule(
+    "oversized-storage",
+    "warning",
+    cure="copy the shard before you build the DTensor: DTensor.from_local(shard.clone(), ...)",
+)
+def oversized_storage(wrapping: Wrapping) -> Iterator[Case]:
+    """Find shards that are views of a larger tensor, such as the whole parameter."""
+    # Ignore storages that parameters fill together, and FSDP1, whose flat shard is one storage.
+    tree = wrapping.tree
+    for index, parameter in enumerate(tree.parameters):
+        nbytes = parameter.local_numel * parameter.itemsize
+        unfilled = parameter.nbytes_unfilled
+        is_view = any(each.is_sharded and each.dim is not None for each in parameter.placements)
+        is_much = unfilled >= wrapping.settings.padding_nbytes and 2 * unfilled >= nbytes
+        if is_view and is_much:
+            reason = (
+                f"its shard has {show_nbytes(nbytes)}, but is a view of a storage with "
+                f"{show_nbytes(unfilled)} that no parameter uses; this rank cannot free them"
+            )
+            yield Case((tree.parameter_fqn(index),), reason, unfilled)
+
+
+@rule(
     "precision-override",
     "warning",
     cure="remove the class from _module_classes_to_ignore unless it needs full precision",
@@ -376,17 +402,17 @@ def find(tree: ShardTree, settings: FindingSettings) -> tuple[Finding, ...]:
         finding
         for declared in RULES
         if declared is not ranks_differ
-        for finding in _apply(declared, wrapping, settings)
+        for finding in _apply_rule(declared, wrapping, settings)
     ]
     return tuple(sorted(findings, key=lambda finding: finding.level != "error"))
 
 
 def find_between_ranks(texts: Mapping[int, str], settings: FindingSettings) -> tuple[Finding, ...]:
     """Find trees that differ between ranks; `texts` come from `tree_text.format_profile`."""
-    return _apply(ranks_differ, texts, settings)
+    return _apply_rule(ranks_differ, texts, settings)
 
 
-def _apply(declared: Rule, subject: object, settings: FindingSettings) -> tuple[Finding, ...]:
+def _apply_rule(declared: Rule, subject: object, settings: FindingSettings) -> tuple[Finding, ...]:
     level = settings.levels.get(declared.code, declared.level)
     return () if level == "off" else tuple(declared.findings(subject, level))
 

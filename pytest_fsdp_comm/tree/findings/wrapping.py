@@ -49,7 +49,7 @@ class Wrapping:
         holding: set[int] = set()
         for parameter in self.tree.parameters:
             # Stop at the first module already added, because a model may be 100,000 modules deep.
-            for module in self.tree.around(parameter.module):
+            for module in self.tree.list_ancestry(parameter.module):
                 if module in holding:
                     break
                 holding.add(module)
@@ -82,8 +82,8 @@ class Wrapping:
     def is_trainable(self, unit: ShardUnit) -> bool:
         return any(parameter.trainable for parameter in self.parameters(unit))
 
-    def above(self, unit: ShardUnit) -> Iterator[int]:
-        return islice(self.tree.around(unit.modules[0]), 1, None)
+    def list_ancestors(self, unit: ShardUnit) -> Iterator[int]:
+        return islice(self.tree.list_ancestry(unit.modules[0]), 1, None)
 
     def frozen_modules(self, unit: ShardUnit) -> Iterable[list[ParameterNode]]:
         """Return the frozen parameters that separate units could manage, one list for each unit."""
@@ -91,12 +91,12 @@ class Wrapping:
         trainable: set[int] = set()
         for parameter in self.parameters(unit):
             if parameter.trainable:
-                trainable.update(self.tree.around(parameter.module))
+                trainable.update(self.tree.list_ancestry(parameter.module))
         by_module: defaultdict[int, list[ParameterNode]] = defaultdict(list)
         for parameter in self.parameters(unit):
             pure = [
                 module
-                for module in self.tree.around(parameter.module)
+                for module in self.tree.list_ancestry(parameter.module)
                 if module > unit.modules[0]
                 and module not in trainable
                 and self.tree.modules[module].has_forward

@@ -15,7 +15,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 pytestmark = pytest.mark.distributed(world_size=4, timeout_s=60)
 
@@ -30,7 +30,7 @@ def call_last(odd):
     if odd:
         while len([*calling.iterdir()]) < dist.get_world_size() - 1:
             time.sleep(0.01)
-        time.sleep(under_load(0.3))
+        time.sleep(extend_under_load(0.3))
     else:
         (calling / str(dist.get_rank())).touch()
     return odd
@@ -86,6 +86,12 @@ def test_point_to_point(dist_info):
     elif dist_info.rank == 1:
         dist.recv(torch.ones(4), 0)
 
+def test_aborted(dist_info):
+    dist.barrier()
+    if dist_info.rank == 1:
+        os.abort()
+    dist.all_reduce(torch.ones(4))
+
 def test_asserted(dist_info):
     reduce(False)
     assert dist_info.rank != 2, "plain"
@@ -121,6 +127,14 @@ SPEAKS = {
     "#2 of world at test_it.py:N in test_gathers",
     "scatters": "rank 1 called reduce_scatter of 1,600,000 float32, ranks LEFT of 16 float32: "
     "mismatch in #2 of world at test_it.py:N in test_scatters",
+    "subgroup": "rank 2 called all_reduce of 400,000 float32, rank 3 of 4 float32: mismatch in "
+    "#1 of tp at test_it.py:N in test_subgroup",
+    "dtypes": "rank 2 called all_reduce of 4 bfloat16, ranks LEFT of 4 float32: mismatch in "
+    "#2 of world at test_it.py:N in test_dtypes",
+    "two[0]": "rank 0 called all_reduce of 400,000 float32, rank 1 of 4 float32: mismatch in "
+    "#1 of world at test_it.py:N in reduce",
+    "two[1]": "rank 0 called all_reduce of 4 float32, rank 1 of 400,000 float32: mismatch in "
+    "#1 of world at test_it.py:N in reduce",
     # The place of its failure is another.
     "reworded": "rank 3 called all_reduce of 400,000 float32, ranks LEFT of 4 float32: mismatch in "
     "#2 of world",
@@ -137,27 +151,38 @@ def reports(run_session):
         name: re.sub(r"py:\d+", "py:N", text)
         for name, text in zip(parts[1::2], parts[2::2], strict=True)
     }
-    assert len(texts) == len(re.findall("^FAILED", summary, re.MULTILINE)) == 14
+    assert len(texts) == len(re.findall("^FAILED", summary, re.MULTILINE)) == 15
     return texts
 
 
 @pytest.mark.parametrize("test", SPEAKS)
 def test_rank_with_a_different_size_comes_first(reports, test):
     lines = reports[test].splitlines()
-    # Gloo ends one of the others, whose call is not known any more.
-    assert re.sub(r"ranks? [\d, -]+ of", "ranks LEFT of", lines[1]).startswith(SPEAKS[test])
+    # Gloo ends one of the ranks, which saves its position before.
+    assert re.sub(r"ranks [\d, -]+ of", "ranks LEFT of", lines[1]).startswith(SPEAKS[test])
     # Then what became of the ranks, with gloo's own words.
     killed = next(line for line in lines if " killed by signal 6 (SIGABRT) during call: " in line)
     assert "gloo::EnforceNotMet" in killed
     assert "Received data size doesn't match expected size" in killed
+    where = (
+        r"^ranks? [\d, -]+ (was|were) at \(innermost frame first\):\n    test_it.py:N in .*: dist\."
+    )
+    assert re.search(where, reports[test], re.MULTILINE)
 
 
-@pytest.mark.parametrize("test", ["two[0]", "two[1]", "dtypes", "subgroup", "point_to_point"])
-def test_gloos_words_lead_if_the_calls_of_others_fit(reports, test):
+def test_gloos_words_lead_if_no_call_is_known(reports):
+    """The flight recorder does not list sends and receives."""
+    test = "point_to_point"
     first = reports[test].splitlines()[1]
     assert " killed by signal 6 (SIGABRT) during call: gloo::EnforceNotMet: " in first
     assert "Received data size doesn't match expected size" in first
     assert " called " not in reports[test].partition("Captured")[0]
+
+
+def test_abort_without_a_cpp_exception_stays_unexplained(reports):
+    first, *others = reports["aborted"].splitlines()[1:]
+    assert first == "rank 1 was killed by signal 6 (SIGABRT) during call"
+    assert not [line for line in others if " called " in line or line.startswith("rank 1 was at")]
 
 
 def test_order_of_a_failure_and_a_death_is_not_claimed(reports):

@@ -9,7 +9,7 @@ import time
 import pytest
 from running import command_lines, start, wait_for
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 LEAVING = """
 import os, subprocess, sys, time
@@ -50,8 +50,10 @@ PYTEST = ("-p", "no:cacheprovider", "-v")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("more", ["", ", scope='module'"], ids=["forked", "kept"])
 def test_rank_outside_its_process_group_is_ended(pytester, more):
-    pytester.makepyfile(LEAVING.format(more=more, timeout_s=under_load(5), daemons=["daemon"]))
-    result = pytester.runpytest_subprocess(*PYTEST, "-W", "ignore", timeout=under_load(100))
+    pytester.makepyfile(
+        LEAVING.format(more=more, timeout_s=extend_under_load(5), daemons=["daemon"])
+    )
+    result = pytester.runpytest_subprocess(*PYTEST, "-W", "ignore", timeout=extend_under_load(100))
     result.assert_outcomes(passed=4, failed=1)
     result.stdout.fnmatch_lines(
         ["*_hangs FAILED*", "*test_last PASSED*", "rank 0 did not finish within * s*"]
@@ -117,8 +119,8 @@ def says_unended(name):
 @pytest.mark.parametrize("arguments", [(), ("-n", "1")], ids=["one", "xdist"])
 def test_a_rank_that_cannot_be_ended_fails_its_test(pytester, arguments):
     pytester.makeconftest(UNKILLABLE.format(patience_s=1.0))
-    pytester.makepyfile(test_it=STUCK.format(more="", timeout_s=under_load(3)))
-    result = pytester.runpytest_subprocess(*PYTEST, *arguments, timeout=under_load(60))
+    pytester.makepyfile(test_it=STUCK.format(more="", timeout_s=extend_under_load(3)))
+    result = pytester.runpytest_subprocess(*PYTEST, *arguments, timeout=extend_under_load(60))
     result.assert_outcomes(passed=3, failed=3)
     texts = ["*_ test_stuck _*", says_unended("test_it.py::test_stuck")]
     texts += ["Perhaps a driver or a file server does not respond: * Later tests get new ranks."]
@@ -163,10 +165,10 @@ def spared(pytester):
 def test_kept_rank_that_does_not_end_is_reported(pytester, spared):
     pytester.makeconftest(UNKILLABLE.format(patience_s=1.0))
     pytester.makepyfile(
-        test_it=STUCK.format(more=", scope='module'", timeout_s=under_load(3)) + STAYING
+        test_it=STUCK.format(more=", scope='module'", timeout_s=extend_under_load(3)) + STAYING
     )
     result = pytester.runpytest_subprocess(
-        *PYTEST, "-k", "immortal or before", timeout=under_load(60)
+        *PYTEST, "-k", "immortal or before", timeout=extend_under_load(60)
     )
     result.assert_outcomes(passed=2, deselected=5)
     (pid,) = spared()
@@ -206,11 +208,11 @@ def test_unkillable_rank_does_not_block_an_interrupt(tmp_path, number, sleeps):
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     session = start(tmp_path, "test_it.py")
     wait_for((tmp_path / "started").exists)
-    time.sleep(under_load(1))
+    time.sleep(extend_under_load(1))
     assert session.poll() is None
     session.send_signal(number)
     # The bound is 0.3 s; the wait that it must not fall into takes `patience_s`.
-    output, _ = session.communicate(timeout=under_load(20))
+    output, _ = session.communicate(timeout=extend_under_load(20))
     wait_for(lambda: not list(tmp_path.glob("fsdp-comm*")))
     wait_for(lambda: not [x for x in command_lines() if str(tmp_path) in x])
     if number == signal.SIGINT:
@@ -249,7 +251,7 @@ def test_after():
 @pytest.mark.parametrize("more", ["", ", scope='module'"], ids=["forked", "kept"])
 def test_writing_to_the_connection_fails_one_test(pytester, more):
     pytester.makepyfile(BROKEN.format(more=more))
-    result = pytester.runpytest_subprocess(*PYTEST, timeout=under_load(100))
+    result = pytester.runpytest_subprocess(*PYTEST, timeout=extend_under_load(100))
     result.assert_outcomes(passed=1, failed=4)
     output = result.stdout.str()
     assert output.count("rank 1 left the test with a broken connection to pytest (") == 4, output

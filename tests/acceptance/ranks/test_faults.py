@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from running import command_lines, start, stories
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 PRELUDE = """
 import datetime, os, re, resource, signal, subprocess, sys, threading, time, warnings
@@ -232,7 +232,8 @@ def source():
     for name, fault in FAULTS.items():
         parts.append(
             f"{fault.before}\n{fault.decorators}\n"
-            f"@pytest.mark.distributed(world_size=3, timeout_s={under_load(fault.timeout_s)})\n"
+            "@pytest.mark.distributed(world_size=3, "
+            f"timeout_s={extend_under_load(fault.timeout_s)})\n"
             f"def test_{name}({fault.arguments}):\n    {fault.body}\n\n"
             f"@pytest.mark.distributed(world_size=2)\n"
             f"def test_after_{name}():\n"
@@ -248,7 +249,7 @@ def session(tmp_path_factory):
     (path / "test_faulty.py").write_text(source())
     (path / "pytest.ini").write_text("[pytest]\n")
     session = start(path, "-v", "-rA", "test_faulty.py")
-    output, _ = session.communicate(timeout=under_load(300))
+    output, _ = session.communicate(timeout=extend_under_load(300))
     return Session(output, path)
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 from running import command_lines
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 KILLED = """
 import os, pathlib, signal, subprocess, time
@@ -113,7 +113,7 @@ def test_modules_for_fixtures_are_preloaded(pytester):
 
 def test_its_death_costs_one_test(pytester):
     pytester.makepyfile(KILLED)
-    result = pytester.runpytest_subprocess("-v", timeout=under_load(100))
+    result = pytester.runpytest_subprocess("-v", timeout=extend_under_load(100))
     result.assert_outcomes(passed=3, failed=1)
     output = result.stdout.str()
     assert re.search(
@@ -148,7 +148,7 @@ worker.processes.forget_exit_functions = fail
 def test_ranks_that_cannot_be_prepared_fail_each_test(pytester, arguments, error, text):
     pytester.makeconftest(FAILING.format(error=error))
     pytester.makepyfile(BETWEEN.replace("os.kill", "print"))
-    result = pytester.runpytest_subprocess(*arguments, timeout=under_load(100))
+    result = pytester.runpytest_subprocess(*arguments, timeout=extend_under_load(100))
     result.assert_outcomes(passed=1, failed=2)
     result.stdout.fnmatch_lines([f"ranks 0-1 could not be prepared: {text}"] * 2)
     assert "INTERNALERROR" not in result.stdout.str()
@@ -162,4 +162,4 @@ def test_a_plain_test_may_reap_the_fork_server(pytester):
     waiting = BETWEEN.replace(" | os.WNOWAIT", "")
     assert waiting != BETWEEN
     pytester.makepyfile(waiting)
-    pytester.runpytest_subprocess("-v", timeout=under_load(100)).assert_outcomes(passed=3)
+    pytester.runpytest_subprocess("-v", timeout=extend_under_load(100)).assert_outcomes(passed=3)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 SOURCE = """
 import multiprocessing, os, signal, sys, time
@@ -89,7 +89,7 @@ def test_after():
 def test_a_forked_child_never_reports_for_its_rank(pytester, more):
     pytester.makepyfile(SOURCE.replace("{more}", more))
     arguments = ("-p", "no:cacheprovider", "-v", "-rA")
-    result = pytester.runpytest_subprocess(*arguments, timeout=under_load(300))
+    result = pytester.runpytest_subprocess(*arguments, timeout=extend_under_load(300))
     result.assert_outcomes(passed=5, failed=3)
     result.stdout.fnmatch_lines(
         [

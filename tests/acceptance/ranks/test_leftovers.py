@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from running import UNSAFE_TO_FORK
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc and /dev/shm")
 
@@ -161,7 +161,7 @@ def end_session(pid, directory, number, whom):
 
 
 def wait_until(conditions, *, timeout_s):
-    until = time.monotonic() + under_load(timeout_s)
+    until = time.monotonic() + extend_under_load(timeout_s)
     while not all(condition() for condition in conditions) and time.monotonic() < until:
         time.sleep(0.1)
 

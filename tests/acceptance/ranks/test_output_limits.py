@@ -2,13 +2,15 @@
 
 import re
 import signal
+import sys
 import time
 import xml.etree.ElementTree as ET
 
 import pytest
-from running import start, stories, wait_for
+import running
+from running import stories, wait_for
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 SOURCE = """
 import logging, os, sys, time
@@ -19,7 +21,7 @@ def test_endless(dist_info):
     if dist_info.rank == 1:
         return
     print("the first line")
-    for number in range(1, 100_000):
+    for number in range(1, 30_000):
         print("x" * 1000, number)
     time.sleep(1000)
 
@@ -97,11 +99,11 @@ def check_endless(output):
 
 def test_output_is_kept_up_to_a_limit(pytester):
     pytester.makeconftest(TIMES)
-    limit_s = under_load(4)
+    limit_s = extend_under_load(4)
     pytester.makepyfile(test_it=SOURCE.replace("TIMEOUT_S", str(limit_s)))
     arguments = () if pytest.version_tuple >= (9,) else ("--deselect", "test_it.py::test_subtest")
     result = pytester.runpytest_subprocess(
-        *PYTEST, "--junitxml=j.xml", *arguments, timeout=under_load(100)
+        *PYTEST, "--junitxml=j.xml", *arguments, timeout=extend_under_load(100)
     )
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert "INTERNALERROR" not in result.stdout.str()
@@ -132,9 +134,9 @@ def test_output_is_kept_up_to_a_limit(pytester):
 
 
 def test_endless_output_is_cut_under_s(pytester):
-    pytester.makepyfile(test_it=SOURCE.replace("TIMEOUT_S", str(under_load(4))))
+    pytester.makepyfile(test_it=SOURCE.replace("TIMEOUT_S", str(extend_under_load(4))))
     result = pytester.runpytest_subprocess(
-        *PYTEST, "-s", "-k", "test_endless", timeout=under_load(100)
+        *PYTEST, "-s", "-k", "test_endless", timeout=extend_under_load(100)
     )
     result.assert_outcomes(failed=1, deselected=4)
     check_endless(result.stdout.str())
@@ -168,7 +170,9 @@ def test_exit():
 
 def test_no_text_is_sent_or_kept_whole(pytester):
     pytester.makepyfile(test_it=LONG_TEXTS)
-    result = pytester.runpytest_subprocess(*PYTEST, "--junitxml=j.xml", timeout=under_load(200))
+    result = pytester.runpytest_subprocess(
+        *PYTEST, "--junitxml=j.xml", timeout=extend_under_load(200)
+    )
     output = result.stdout.str()
     assert "INTERNALERROR" not in output
     result.assert_outcomes(passed=1, failed=1, skipped=1, warnings=2)
@@ -207,15 +211,17 @@ def test_endless(subtests):
 @pytest.mark.parametrize("ends", ["at the deadline", "by Ctrl-C"])
 def test_long_messages_without_end_keep_no_session(tmp_path, ends):
     is_stopped = ends == "by Ctrl-C"
-    source = ENDLESS.replace("TIMEOUT_S", str(1000 if is_stopped else under_load(2)))
+    source = ENDLESS.replace("TIMEOUT_S", str(1000 if is_stopped else extend_under_load(2)))
     (tmp_path / "test_it.py").write_text(source)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    session = start(tmp_path, "-q", "--tb=line", "test_it.py")
+    arguments = ("-q", "--tb=line", "test_it.py")
+    python = sys.executable if is_stopped else running.PYTHON
+    session = running.start(tmp_path, *arguments, python=python)
     wait_for((tmp_path / "started").exists)
     if is_stopped:
         time.sleep(1.0)
         session.send_signal(signal.SIGINT)
-    output, _ = session.communicate(timeout=under_load(50))
+    output, _ = session.communicate(timeout=extend_under_load(50))
     if is_stopped:
         assert session.returncode == pytest.ExitCode.INTERRUPTED
     else:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 pexpect = pytest.importorskip("pexpect")
 
@@ -57,7 +57,7 @@ def spawn(pytester):
     def spawn(arguments, *, breakpoints=(), timeout_s=60):
         pytester.makepyfile(test_it=source(*breakpoints, timeout_s=timeout_s))
         child = pytester.spawn_pytest(
-            f"-p no:cacheprovider {arguments}", expect_timeout=under_load(60)
+            f"-p no:cacheprovider {arguments}", expect_timeout=extend_under_load(60)
         )
         children.append(child)
         return child
@@ -80,7 +80,7 @@ def interrupt(child):
     # Python's input misses a signal that comes between the prompt and its wait for a key.
     for _ in range(12):
         child.sendintr()
-        if child.expect(["KeyboardInterrupt", pexpect.TIMEOUT], timeout=under_load(5)) == 0:
+        if child.expect(["KeyboardInterrupt", pexpect.TIMEOUT], timeout=extend_under_load(5)) == 0:
             return
     pytest.fail("Ctrl-C was not heard")
 
@@ -99,7 +99,7 @@ def test_pdb_debugs_only_the_chosen_rank(spawn):
     assert "printed by 1" in shown
     child.expect(PROMPT)
     # Longer than the others' time after a failure.
-    time.sleep(under_load(2))
+    time.sleep(extend_under_load(2))
     assert evaluated(child, "word") == "hidden 1"
     child.sendline("c")
     shown = rest(child)
@@ -109,7 +109,7 @@ def test_pdb_debugs_only_the_chosen_rank(spawn):
 
 def test_breakpoint_suspends_the_deadline(spawn):
     ways = ("breakpoint()", "import pdb; pdb.set_trace()", "pytest.set_trace()")
-    limit_s = under_load(6)
+    limit_s = extend_under_load(6)
     child = spawn("--pdb-rank 1 -k breakpoint", breakpoints=ways, timeout_s=limit_s)
     for _ in ways:
         child.expect("PDB set_trace")

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 SOURCE = """
 import time
@@ -27,7 +27,7 @@ def test_slow(dist_info):
 
 @pytest.fixture
 def project(pytester):
-    pause_s = under_load(1)
+    pause_s = extend_under_load(1)
     pytester.makepyfile(test_it=SOURCE.replace("SECONDS", f"3 * {pause_s}"))
     pytester.makeini(f"[pytest]\nfsdp_comm_progress_s = {pause_s}")
     return pytester

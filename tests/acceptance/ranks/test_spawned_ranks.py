@@ -7,7 +7,7 @@ import pytest
 import running
 from running import UNSAFE_TO_FORK
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 TEST = """
 import logging, os
@@ -51,7 +51,7 @@ def test_ranks_are_spawned_where_forking_is_unsafe(pytester, monkeypatch):
     pytester.makeconftest(UNSAFE_TO_FORK)
     pytester.makepyfile(test_it=TEST)
     options = ("-p", "no:cacheprovider", "-o", "log_cli=true", "--log-cli-level=INFO")
-    result = pytester.run(running.PYTHON, "-m", "pytest", *options, timeout=under_load(200))
+    result = pytester.run(running.PYTHON, "-m", "pytest", *options, timeout=extend_under_load(200))
     result.assert_outcomes(passed=1, failed=1)
     shown = result.stdout.str()
     assert (
@@ -93,3 +93,51 @@ def test_start_of_ranks_follows_the_setting(pytester, conftest, option, operator
     result.assert_outcomes(passed=1, warnings=int(option == "-n1"))
     result.stdout.fnmatch_lines([line])
     assert ("so forking is not safe" in result.stdout.str()) == (option == "-n1")
+
+
+SLOW = """
+import os, time
+import pytest
+from pytest_fsdp_comm.ranks.session import supervision
+
+supervision.STARTS_WITHIN_S = {limit_s}
+"""
+# Only ranks are slow to import this, not the session's process.
+PAUSE = """
+if "PYTEST_FSDP_COMM_RANK" in os.environ:
+    time.sleep({pause_s})
+"""
+QUICK = """
+@pytest.mark.distributed(world_size=2, timeout_s={timeout_s})
+def test_quick(dist_info):
+    pass
+"""
+
+
+def test_start_of_a_spawned_rank_is_not_test_time(pytester):
+    """The module takes longer to import than the test may take."""
+    pytester.makeconftest(UNSAFE_TO_FORK)
+    limit_s = extend_under_load(3)
+    source = SLOW.format(limit_s=300) + PAUSE.format(pause_s=limit_s + 1)
+    pytester.makepyfile(test_it=source + QUICK.format(timeout_s=limit_s))
+    result = pytester.run(running.PYTHON, "-m", "pytest", "-q", timeout=extend_under_load(100))
+    result.assert_outcomes(passed=1)
+
+
+def test_spawned_rank_that_never_starts_is_located(pytester):
+    """It hangs while it imports the conftest.py, which ranks do first."""
+    pytester.makeini(f"[pytest]\nfsdp_comm_progress_s = {extend_under_load(1)}")
+    source = SLOW.format(limit_s=extend_under_load(5)) + PAUSE.format(pause_s=1000)
+    pytester.makeconftest(UNSAFE_TO_FORK + source)
+    pytester.makepyfile(test_it="import pytest" + QUICK.format(timeout_s=600))
+    result = pytester.run(running.PYTHON, "-m", "pytest", "-q", timeout=extend_under_load(100))
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(
+        [
+            "fsdp-comm: test_it.py::test_quick has not begun on all ranks after * s (limit * s): "
+            "ranks 0-1 still importing or collecting",
+            "ranks 0-1 did not begin the test within * s; all ranks were stopped.",
+            "ranks 0-1 are still importing or collecting, at (innermost frame first):",
+            "    conftest.py:* in <module>: time.sleep(1000)",
+        ]
+    )

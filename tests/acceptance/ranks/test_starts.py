@@ -5,7 +5,7 @@ import signal
 import pytest
 from running import start, wait_for
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 SOURCE = """
 import pytest
@@ -54,7 +54,7 @@ def test_ranks_that_cannot_start_fail_only_their_test(pytester, tmpdir_of_sessio
         def test_number(number):
             pass
     """)
-    result = pytester.runpytest_subprocess(*PYTEST, timeout=under_load(60))
+    result = pytester.runpytest_subprocess(*PYTEST, timeout=extend_under_load(60))
     result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines(
         [
@@ -78,7 +78,7 @@ runner.fork_server = fork_server
 def test_failed_start_leaves_no_directory(pytester, tmpdir_of_session):
     pytester.makeconftest(NO_FORK)
     pytester.makepyfile(test_it=SOURCE)
-    result = pytester.runpytest_subprocess(*PYTEST, timeout=under_load(60))
+    result = pytester.runpytest_subprocess(*PYTEST, timeout=extend_under_load(60))
     assert "Resource temporarily unavailable" in f"{result.stdout}{result.stderr}"
     assert not left_in(tmpdir_of_session)
 
@@ -107,13 +107,13 @@ runner.RankTemplate = make_slowly
 
 
 def test_no_rank_starts_after_its_session_has_ended(tmp_path):
-    (tmp_path / "conftest.py").write_text(SLOW_SERVER.replace("SECONDS", str(under_load(8))))
+    (tmp_path / "conftest.py").write_text(SLOW_SERVER.replace("SECONDS", str(extend_under_load(8))))
     (tmp_path / "test_it.py").write_text(SOURCE)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     session = start(tmp_path, "test_it.py")
     wait_for((tmp_path / "preparing").exists)
     session.send_signal(signal.SIGINT)
-    output, _ = session.communicate(timeout=under_load(30))
+    output, _ = session.communicate(timeout=extend_under_load(30))
     assert session.returncode == pytest.ExitCode.INTERRUPTED
     # Nobody would listen to them.
     assert not (tmp_path / "forked").exists()

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from running import UNSAFE_TO_FORK, stories
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 SOURCE = """
 import unittest
@@ -188,7 +188,9 @@ def story(result, title):
 @pytest.mark.skipif(not is_builtin(), reason="pytest 9 has subtests")
 def test_ranks_that_differ_are_named(pytester):
     pytester.makepyfile(test_it=DIFFERENT)
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-v", timeout=under_load(100))
+    result = pytester.runpytest_subprocess(
+        "-p", "no:cacheprovider", "-v", timeout=extend_under_load(100)
+    )
     assert result.parseoutcomes() == {"failed": 9, "passed": 2, "subtests": 5}
 
     failed = story(result, "test_one_rank_fails [layer] (i=1)")

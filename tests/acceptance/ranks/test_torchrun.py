@@ -22,7 +22,7 @@ import pytest
 import running
 
 from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, ends process groups")
 
@@ -106,7 +106,7 @@ class Ended:
 
 def end(process, timeout_s=180):
     try:
-        out, err = process.communicate(timeout=under_load(timeout_s))
+        out, err = process.communicate(timeout=extend_under_load(timeout_s))
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
@@ -221,7 +221,7 @@ FAULTS = {
         says=(
             "LookupError: nothing here",
             "rank 1 failed first",
-            "rank 0 failed later: .*Connection closed by peer",
+            "rank 0 failed later: .*Connection (closed|reset) by peer",
             r"Captured stdout call \(rank 0\) -+\nseen by 0",
             r"Captured stdout call \(rank 1\) -+\nseen by 1",
         ),
@@ -403,7 +403,7 @@ def test_killed_torchrun_process_restarts_session(tmp_path):
     ended = end(start_torchrun(path, *PYTEST, options=("--max-restarts", "1")))
     first, second = ended.out.split("test session starts")[1:]
     assert "AssertionError: told before" in first
-    assert f"rank 1 was lost on {socket.gethostname()}: its process crashed or was killed" in first
+    assert f"rank 1 was lost (host {socket.gethostname()}): its process crashed or" in first
     assert "rank 0 was still running when the test was stopped, at:\n" in first
     assert "1 failed, 2 passed" in second
     assert (path / "ran").exists()
@@ -441,7 +441,7 @@ FATAL = {
 @pytest.mark.parametrize("name", FATAL)
 def test_rank_that_hangs_or_dies_ends_the_session(start_by_variables, tmp_path, name):
     fault = FATAL[name]
-    marker = fault.marker.replace("LIMIT_S", str(under_load(2)))
+    marker = fault.marker.replace("LIMIT_S", str(extend_under_load(2)))
     path = project(
         tmp_path,
         f"@pytest.mark.distributed{marker}\ndef test_{name}():\n    {fault.body}\n",

@@ -130,10 +130,9 @@ def test_a_missing_snapshot_fails_until_it_is_recorded(project):
     assert header.endswith(", gloo (not compared)")
     assert body == TEXT
 
-    for _ in range(2):
-        result = project.run()
-        result.assert_outcomes(passed=1)
-        result.stdout.fnmatch_lines(["2 snapshots passed."])
+    result = project.run()
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["2 snapshots passed."])
 
 
 def test_an_update_without_a_change_touches_no_file(recorded):
@@ -342,7 +341,7 @@ def test_ranks(dist_info, device_mesh, comm_mode, fsdp_tree, comm_snapshot):
     with comm_mode(model):
         model(torch.randn(2, 8))
         if dist_info.rank == SENDER:
-            dist.all_reduce(torch.ones(2))
+            dist.send(torch.ones(2), (SENDER + 1) % 4)
     assert {"comm": comm_mode, "tree": fsdp_tree(model)} == comm_snapshot
 """
 
@@ -355,7 +354,7 @@ def test_differing_simulated_ranks_have_own_lines(project):
     )
     assert [line for line in comm.splitlines() if "ranks" in line] == [
         "ranks 0,3",
-        "outside (no-module) all_reduce[dp] x1 of 8 B float32 ranks 3",
+        "outside (no-module) send[dp] x1 of 8 B float32 peer +1 ranks 3",
         *(line for line in comm.splitlines() if line.startswith("total")),
     ]
     assert [line for line in tree.splitlines() if "ranks" in line] == ["ranks 0", "ranks 3"]
@@ -367,9 +366,8 @@ def test_differing_simulated_ranks_have_own_lines(project):
     explained(
         result,
         "comm_mode and fsdp_tree differ from snapshots/test_it/test_ranks.ws4 (2 files)",
-        "(no-module) outside forward and backward: all_reduce[dp] x1 of 8 B float32 on rank 3 -> "
-        "x1 of 8 B float32 on "
-        "rank 0",
+        "(no-module) outside forward and backward: send[dp] x1 of 8 B float32 peer +1 on rank 3 -> "
+        "x1 of 8 B float32 peer +1 on rank 0",
     )
     project.update().assert_outcomes(passed=1)
     text = project.read("snapshots/test_it/test_ranks.ws4.comm")
@@ -505,7 +503,7 @@ def test_lost_collectives_of_a_snapshot_are_compared(project):
     project.edit("model(torch.randn(2, WIDTH)).sum().backward()", "pass")
     result = project.run()
     result.assert_outcomes(failed=1)
-    explained(result, "their gradients are no longer reduced over dp", "accept: pytest")
+    explained(result, "their gradients are no longer reduced over dp", "breaks training: pytest")
     explained(project.update(), "the recording has no collectives")
     assert project.read(COMM) == reviewed
 
@@ -675,9 +673,9 @@ def test_unrewritten_assertion_is_explained(recorded, way):
     result.stdout.fnmatch_lines(
         [
             f"*comm_mode differs from {COMM}",
-            "*parameter sizes changed: modules {0..1} 256 B -> 1.0 KiB per gather",
+            "*unit sizes changed: modules {0..1} 256 B -> 1.0 KiB per gather",
             "*accept: pytest --snapshot-update *test_it.py::test_step*",
-            "FAILED test_it.py::test_step - parameter sizes changed: *",
+            "FAILED test_it.py::test_step - unit sizes changed: *",
         ]
     )
     assert (recorded.path / "art" / "received").is_dir()
@@ -709,10 +707,10 @@ def test_artifacts_that_cannot_be_kept_cost_no_story(recorded):
     result.assert_outcomes(failed=1, warnings=1)
     result.stdout.fnmatch_lines(
         [
-            "*parameter sizes changed: modules {0..1} 256 B -> 1.0 KiB per gather*",
+            "*unit sizes changed: modules {0..1} 256 B -> 1.0 KiB per gather*",
             "*PytestWarning: --comm-artifacts: cannot write the recording (*Not a directory: "
             "'*art/received/test_it'), so `fsdp-comm accept` cannot accept it",
-            "FAILED test_it.py::test_step - parameter sizes changed: *",
+            "FAILED test_it.py::test_step - unit sizes changed: *",
         ],
         consecutive=False,
     )
@@ -722,5 +720,5 @@ def test_missing_snapshot_in_ci_prints_record_command(project):
     result = project.run("--comm-summary=s.md")
     result.assert_outcomes(failed=1)
     summary = (project.path / "s.md").read_text()
-    assert "  record it: pytest --snapshot-update" in summary
+    assert "To record it:\n\n```text\npytest --snapshot-update" in summary
     assert "To accept it" not in summary

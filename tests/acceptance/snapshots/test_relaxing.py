@@ -134,10 +134,14 @@ STILL = {
     "a count": (
         'False, "tp"',
         'True, "tp"',
-        "forward calls x2, backward calls unchanged; gathers of (root) unchanged (not resharded "
-        "after forward), 1 more change",
+        "forward calls of down: twice as many, gradient reductions unchanged; gathers of (root) "
+        "unchanged (not resharded after forward)*",
     ),
-    "an axis": ('False, "tp"', 'False, "dp"', "(root): +1 all_gather[[]tp], 8 more changes"),
+    "an axis": (
+        'False, "tp"',
+        'False, "dp"',
+        "down: all_reduce in forward now over dp (2 ranks) instead of tp (2 ranks), 7 more changes",
+    ),
 }  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def recorded(pytester, snapshots):
         ("reversed", ()),
         ("leftovers", ()),
         ("renamed", ()),
-        ("compiled", ()),
+        pytest.param("compiled", (), marks=pytest.mark.release),
         pytest.param("all compiled", (), marks=pytest.mark.upstream),
         ("checkpointed", ()),
     ],
@@ -141,7 +141,8 @@ def test_equivalent_runs_have_the_same_snapshot(recorded, monkeypatch, variant, 
     result.stdout.fnmatch_lines(["*4 snapshots passed*"])
 
 
-@pytest.mark.parametrize("seed", ["0", "1", "4294967295"])
+@pytest.mark.cold  # a forked session has the hash seed of the first process
+@pytest.mark.parametrize("seed", ["0", pytest.param("1", marks=pytest.mark.release)])
 def test_the_hash_seed_changes_no_byte_of_a_snapshot(recorded, monkeypatch, seed):
     monkeypatch.setenv("PYTHONHASHSEED", seed)
     before = {path: path.read_bytes() for path in recorded.path.rglob("*.comm")}

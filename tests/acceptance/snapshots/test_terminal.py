@@ -88,10 +88,12 @@ def test_neighbour(comm_mode, comm_snapshot):
 """
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 FOLDER = "tests/models"
-# One all-gather in each of four calls, forward and backward. The others: lm_head is reduced, the
-# body is no longer gathered in backward, the root is gathered and reduced without lm_head, the
-# peak; and two units of the tree.
-HEADLINE = "lm_head: +8 all_gather, 7 more changes"
+# The first change, with one all-gather in each of four calls, forward and backward. The others: the
+# body is no longer gathered in backward, and two units of the tree.
+HEADLINE = (
+    "lm_head split off from unit (root), gathered 4 times in forward: 8 calls, 2.0 KiB in total, "
+    "3 more changes"
+)
 
 
 class Project:
@@ -171,8 +173,12 @@ def test_eight_lines_and_a_headline(changed):
     assert shown[-1] == (
         'accept: pytest --snapshot-update "tests/models/test_llama.py::test_train_step"'
     )
-    assert any(line.startswith("tree: body.{0..3}: ") for line in shown)
-    assert re.fullmatch(r"\.\.\. and \d+ more lines \(-vv\)", shown[-3])
+    # The change, its cause, then its cost.
+    assert shown[1].startswith("lm_head split off from unit (root), gathered 4 times in forward: ")
+    assert shown[2] == "tree: body.{0..3}: reshard_after_forward True -> False"
+    assert shown[3].startswith("likely: called several times in one forward, e.g. by a chunked ")
+    assert shown[4].startswith("cost: +30 % bytes in all_gather[dp] ")
+    assert re.fullmatch(r"\.\.\. and \d+ more lines \(-vv\)", shown[-2])
     assert len(shown) <= 8
     assert not below
     # The arguments: one short line each, or two in one.
@@ -186,7 +192,7 @@ def test_eight_lines_and_a_headline(changed):
     ]
     # The summary names module and change as far as the line goes, and so for each kind of failure.
     cut = summary(result)
-    assert cut["test_train_step"] == "lm_head: +8 all_gather, ..."
+    assert cut["test_train_step"] == "lm_head split off from u..."
     assert cut["test_tree"] == "body.{0..3}: reshard_after_for..."
     assert cut["test_broken"] == "snapshot line 4: it reads 'o..."
     assert cut["test_first"] == "no snapshot yet"
@@ -201,10 +207,10 @@ def test_verbose_and_ci_print_each_line_once(changed, monkeypatch):
     verbose = changed.run("-vv", "-k", "train_step or neighbour")
     shown, below = explained(failure(verbose, "test_train_step"))
     for line in (
-        "comm: lm_head split off from unit (root), gathered 4 times in forward: "
+        "lm_head split off from unit (root), gathered 4 times in forward: "
         "8 calls, 2.0 KiB in total, at "
         f"tests/models/test_llama.py:{line_of('self.lm_head(part)')}",
-        "comm: body.{0..3} no longer resharded after forward, so not gathered again in backward: "
+        "body.{0..3} no longer resharded after forward, so not gathered again in backward: "
         "-4 calls, -1.0 KiB",
         "tree: lm_head: becomes a unit of its own (fsdp2)",
     ):
@@ -236,6 +242,19 @@ def test_junit_has_the_headline_and_no_colours(changed, arguments):
     assert found["test_train_step"].attrib["message"] == HEADLINE
     assert "- comparison -" in found["test_train_step"].text
     assert found["test_neighbour"].attrib["message"] == "assert not True"
+
+
+def test_report_of_call_has_the_properties(changed):
+    """Plugins that write other reports than JUnit XML may not wait for the teardown."""
+    changed.pytester.makeconftest(
+        """
+        def pytest_runtest_logreport(report):
+            if report.when == "call":
+                print(report.user_properties)
+        """
+    )
+    result = changed.run("-s", "-k", "train_step")
+    assert f"('comm_headline', {HEADLINE!r})" in result.stdout.str()
 
 
 @pytest.mark.parametrize("style", ["short", "line", "native", "no"])
@@ -283,7 +302,7 @@ def test_a_test_without_ranks_has_the_headline_too(pytester, monkeypatch):
         COUNT = 1
 
         class Recorded:
-            def merged_profile(self):
+            def merged_profile(self, *, allow_divergence=False):
                 row = Row(
                     phase=Phase.FORWARD, owner="layers.3", what="all_gather", axis="dp",
                     calls=(Calls(count=COUNT, nbytes=8, dtype="float32"),),
@@ -304,7 +323,8 @@ def test_a_test_without_ranks_has_the_headline_too(pytester, monkeypatch):
     result = pytester.runpytest_subprocess()
     result.stdout.fnmatch_lines(
         [
-            "FAILED test_plain.py::test_step - layers.3: +3 all_gather",
+            "FAILED test_plain.py::test_step - layers.3 in forward: all_gather[[]dp] 1 -> 4 "
+            "(+3), 8 -> 32 B per rank",
             "FAILED test_plain.py::test_other - assert 4 == 1",
         ]
     )

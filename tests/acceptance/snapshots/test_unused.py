@@ -4,13 +4,15 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 from dataclasses import dataclass
 
 import pytest
 import running
+from sessions import set_outermost
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 CONFTEST = """
 import pytest
@@ -21,7 +23,7 @@ from pytest_fsdp_comm.comm.profile import CommProfile, Row
 
 class Recorded:
     # Like comm_mode, but without ranks and torch: the list does not depend on them.
-    def merged_profile(self):
+    def merged_profile(self, *, allow_divergence=False):
         row = Row(
             phase=Phase.FORWARD, owner="a", what="all_gather", axis="dp",
             calls=(Calls(count=1, nbytes=4),),
@@ -94,20 +96,29 @@ class Project:
         assert old in text
         self.write(name, text.replace(old, new))
 
-    def run(self, *arguments, cwd=".", python=running.PYTHON):
+    def run(self, *arguments, cwd="."):
         return subprocess.run(
-            [python, *PYTEST, *arguments],
+            # Looked up here, because a fixture replaces it.
+            [running.PYTHON, *PYTEST, *arguments],
             cwd=self.path / cwd,
             env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
             capture_output=True,
             text=True,
             check=False,
-            timeout=under_load(120),
+            timeout=extend_under_load(120),
         )
 
     def files(self):
         root = self.path / "snapshots"
         return {str(file.relative_to(root).with_suffix("")) for file in root.rglob("*.comm")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _outermost_module():
+    """Keep sessions of module fixtures, too, from running as an xdist worker."""
+    with pytest.MonkeyPatch.context() as patch:
+        set_outermost(patch)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -161,12 +172,22 @@ def before_second(text):
     return (TEST_A, SECOND, f"{text}\n    {SECOND}")
 
 
-FAIL_B = (SUB_B, "    assert", "    assert False\n    assert")
+FAIL_A, FAIL_B = ((file, "    assert", "    assert False\n    assert") for file in (SUB_A, SUB_B))
 NO_ONE = (TEST_A, "def test_one(", "def _one(")
 NO_B_TWO = (SUB_B, "def test_two(", "def _two(")
 UNNAMED = (TEST_A, f"    {SECOND}\n", "")
 NO_TESTS = (SUB_B, "def test_", "def _")
 SYNTAX_ERROR = (SUB_B, "def test_two(", "def test_two(]")
+CLASS_ERROR = (
+    TEST_A,
+    "Llama:\n    def",
+    "Llama:\n    @pytest.mark.parametrize('gone', [1])\n    def",
+)
+LAST_CLASS = (
+    TEST_A,
+    "def test_plain",
+    "class TestLast:\n    def test_last(self): pass\n\ndef test_plain",
+)
 NO_LARGE = (TEST_A, ', "large"', "")
 CRASH = first_line("import os; os._exit(1)")
 ONE_UNUSED = {f"{A}/{name}" for name in ONE}
@@ -176,11 +197,14 @@ B_TWO = {"tests/sub/test_b/test_two.ws1"}
 
 CASES = {
     "all": Case(),
-    # A selection lists nothing.
+    # Deselected tests keep their files.
+    "-k": Case(args="-k 'not plain'", edit=NO_ONE, unused=ONE_UNUSED),
+    "-m": Case(args="-m 'not slow'", edit=NO_ONE, unused=ONE_UNUSED),
+    "-m none": Case(args="-m slow"),
+    "-k -n 2": Case(args="-n 2 -k 'not two'", edit=NO_ONE, unused=ONE_UNUSED),
+    "--deselect": Case(args=f"--deselect {TEST_A}::test_plain", edit=NO_ONE, unused=ONE_UNUSED),
+    # A run that collects only some tests lists nothing.
     "node id": Case(args=f"{TEST_A}::test_plain", edit=NO_ONE),
-    "-k": Case(args="-k 'not plain'", edit=NO_ONE),
-    "-m": Case(args="-m 'not slow'", edit=NO_ONE),
-    "--deselect": Case(args=f"--deselect {TEST_A}::test_plain", edit=NO_ONE),
     "--lf after a failure": Case(then="tests", args="--lf", edit=(FAIL_B, NO_ONE), exit=1),
     "--sw after a failure": Case(then="tests --sw", args="--sw", edit=(FAIL_B, NO_ONE), exit=2),
     "ini value": Case(args="-o python_functions=test_plain", edit=NO_ONE),
@@ -206,6 +230,10 @@ CASES = {
     "syntax error, going on": Case(
         args="--continue-on-collection-errors", edit=SYNTAX_ERROR, exit=1
     ),
+    # Without TestLlama; a later class of the module is collected.
+    "error in a class, going on": Case(
+        args="--continue-on-collection-errors", edit=(CLASS_ERROR, LAST_CLASS), exit=1
+    ),
     # Whole modules list what no test compared.
     "test gone": Case(edit=NO_ONE, unused=ONE_UNUSED),
     "test gone, another folder": Case(args="tests/sub", edit=NO_ONE),
@@ -216,6 +244,9 @@ CASES = {
     "test gone, from a sub-folder": Case(cwd="tests/sub", edit=NO_B_TWO, unused=B_TWO),
     "test gone, -n 2": Case(args="-n 2", edit=NO_ONE, unused=ONE_UNUSED),
     "test gone, another fails": Case(edit=(NO_ONE, FAIL_B), exit=1, unused=ONE_UNUSED),
+    "test gone, all others fail": Case(
+        args="tests/sub", edit=(NO_B_TWO, FAIL_A, FAIL_B), exit=1, unused=B_TWO
+    ),
     "class gone": Case(
         edit=(TEST_A, "class TestLlama", "class Llama"),
         unused={f"{A}/{name}" for name in CLASSES},
@@ -294,7 +325,7 @@ GONE = {
     "all": ("", ".", B),
     "a directory": ("tests", ".", B),
     "another module": (TEST_A, ".", set()),
-    "a selection": ("-k 'not plain'", ".", set()),
+    "a selection": ("-k 'not plain'", ".", B),
     "-x": ("-x --maxfail=1", ".", B),
 }
 
@@ -313,12 +344,17 @@ def test_unused_ignores_modules_that_exist(project):
     assert project.run().returncode == 0
 
 
-def test_unused_ignores_modules_with_deselected_tests(project):
+@pytest.mark.parametrize("is_wrapper", [False, True])
+def test_tests_that_a_plugin_removes_keep_their_files(project, is_wrapper):
     hook = "\ndef pytest_collection_modifyitems(items):\n    items[:] = [one for one in items if "
-    project.write("tests/conftest.py", f"{CONFTEST}{hook}one.name != 'test_plain']\n")
+    hook = f"{hook}one.name != 'test_sizes[large]']\n"
+    if is_wrapper:
+        hook = f"\n@pytest.hookimpl(wrapper=True){hook}    return (yield)\n"
+    project.write("tests/conftest.py", f"{CONFTEST}{hook}")
+    assert listed(project.run()) == set()
     project.edit(*NO_ONE)
     project.edit(*NO_B_TWO)
-    assert listed(project.run()) == set()
+    assert listed(project.run()) == ONE_UNUSED | B_TWO
 
 
 def test_unused_ignores_other_world_sizes(tmp_path):
@@ -417,6 +453,35 @@ def test_missing_snapshot_names_the_renamed_file(project, old, new, change):
     assert f"{new}.ws1" not in missing(project.run(*arguments))
 
 
+@pytest.mark.parametrize("args", ["", "-k sizes"])
+def test_missing_snapshot_of_a_renamed_class_keeps_its_parameters(project, args):
+    """All files of the class are equal, so only the names tell which belongs to which."""
+    test = "\n    @pytest.mark.parametrize('size', ['small', 'large'])\n    def test_sizes("
+    body = "self, recorded, comm_snapshot, size):\n        assert recorded == comm_snapshot\n"
+    project.write("tests/test_c.py", f"import pytest\nclass TestOld:{test}{body}")
+    assert project.run("--snapshot-update").returncode == 0
+    project.edit("tests/test_c.py", "TestOld", "TestNew")
+    result = project.run(*shlex.split(args))
+    directory = "snapshots/tests/test_c"
+    for size in ("small", "large"):
+        end = f"test_sizes[{size}].ws1.comm"
+        move = shlex.join(["git", "mv", f"{directory}/TestOld.{end}", f"{directory}/TestNew.{end}"])
+        said = missing(result)[f"tests/test_c/TestNew.test_sizes[{size}].ws1"]
+        assert said == f"the snapshot of a removed test is identical: {move}"
+
+
+def test_files_of_renamed_tests_are_not_listed_for_removal(project):
+    """Even if a failure is too long to show how to move all of its files."""
+    several = {f"a_long_name_of_a_value_{number}": "recorded" for number in range(4)}
+    values = ", ".join(f"'{name}': {value}" for name, value in several.items())
+    for name in ("test_of_several", "test_renamed"):
+        source = f"def {name}(recorded, comm_snapshot):\n    assert {{{values}}} == comm_snapshot\n"
+        project.write("tests/test_c.py", source)
+        result = project.run(*["--snapshot-update"] * (name == "test_of_several"))
+    assert "git rm" not in result.stdout
+    assert "To remove them" not in result.stdout
+
+
 def test_missing_snapshot_without_a_renamed_one(project):
     project.edit(TEST_A, "def test_plain():", ONE_STARTS.replace("one", "new") + "\n    " + SECOND)
     assert missing(project.run()) == {f"{A}/test_new.ws1.second": ""}
@@ -453,27 +518,62 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize("ranks", ["", RANKS], ids=["one", "ranks"])
-@pytest.mark.parametrize("leave", LEAVES.values(), ids=list(LEAVES))
-def test_update_writes_only_for_tests_that_passed(tmp_path, leave, ranks):
-    if not ranks and "RANK" in leave:
-        pytest.skip("needs ranks")
-    project = Project(tmp_path)
+ENDINGS = {
+    f"{name}-{kind}": (marker, leave)
+    for name, leave in LEAVES.items()
+    for kind, marker in (("one", ""), ("ranks", RANKS))
+    if marker or "RANK" not in leave
+}
+
+
+@pytest.fixture(scope="module")
+def updated(tmp_path_factory):
+    """Update a changed project, with a module for each ending; return both runs' files, too."""
+    project = Project(tmp_path_factory.mktemp("updated"))
     project.write("conftest.py", CONFTEST)
-    source = f"import pytest\n{ranks}def test_t(recorded, comm_snapshot):\n"
-    source += "    assert recorded == comm_snapshot\n"
-    project.write("test_n.py", source)
-    assert project.run("--snapshot-update").returncode == 0
-    (file,) = (tmp_path / "snapshots/test_n").iterdir()
-    before = file.read_text()
-    project.edit("conftest.py", "nbytes=4", "nbytes=8")
-    project.write("test_n.py", f"{source}    assert recorded == comm_snapshot(name='new')\n{leave}")
+    modules = {
+        f"test_{number}.py": (
+            f"import pytest\n{marker}def test_t(recorded, comm_snapshot):\n"
+            "    assert recorded == comm_snapshot\n",
+            leave,
+        )
+        for number, (marker, leave) in enumerate(ENDINGS.values())
+    }
+    for name, (source, _) in modules.items():
+        project.write(name, source)
     result = project.run("--snapshot-update")
-    written = not leave
-    assert (file.read_text() != before) == written, result.stdout
-    assert (len(project.files()) == 2) == written
-    assert ("snapshot updated" in result.stdout) == written
-    assert ("snapshot generated" in result.stdout) == written
+    assert result.returncode == 0, result.stdout
+    before = snapshot_texts(project)
+    project.edit("conftest.py", "nbytes=4", "nbytes=8")
+    for name, (source, leave) in modules.items():
+        project.write(name, f"{source}    assert recorded == comm_snapshot(name='new')\n{leave}")
+    result = project.run("--snapshot-update")
+    return result, before, snapshot_texts(project)
+
+
+def snapshot_texts(project):
+    """Return the snapshots by module and name."""
+    files = project.path.glob("snapshots/*/*")
+    return {(file.parent.name, file.name): file.read_text() for file in files}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_update_writes_only_for_tests_that_passed(updated, ending):
+    result, *texts = updated
+    module = f"test_{[*ENDINGS].index(ending)}"
+    before, after = (
+        {name: text for (folder, name), text in both.items() if folder == module} for both in texts
+    )
+    (recorded,) = before
+    is_written = ending.startswith("passes")
+    assert (after[recorded] != before[recorded]) == is_written, result.stdout
+    assert (len(after) == 2) == is_written
+
+
+def test_update_counts_only_tests_that_passed(updated):
+    result, *_ = updated
+    assert "2 snapshots updated" in result.stdout
+    assert "2 snapshots generated" in result.stdout
 
 
 def test_update_of_failed_ranks_writes_no_plain_file(tmp_path):
@@ -539,3 +639,26 @@ def test_syrupy_s_own_directory_is_refused(project):
         "and deletes other files there; choose a different directory, e.g. 'snapshots'"
         in result.stderr
     )
+
+
+@pytest.mark.parametrize("leave", ["os.kill(os.getpid(), 2)", "pytest.exit('enough')", "wait()"])
+def test_interrupted_update_counts_written_files(tmp_path, leave):
+    """The second test is left after its comparison, so only the first test's file is written."""
+    project = Project(tmp_path)
+    project.write("conftest.py", CONFTEST)
+    project.write(
+        "test_it.py",
+        "import os, pathlib, pytest, time\n\n"
+        "def wait():\n    pathlib.Path('waiting').touch()\n    time.sleep(1000)\n\n"
+        "def test_a(recorded, comm_snapshot):\n    assert recorded == comm_snapshot\n\n"
+        "def test_b(recorded, comm_snapshot):\n    assert recorded == comm_snapshot\n"
+        f"    {leave}\n",
+    )
+    session = running.start(tmp_path, "--snapshot-update")
+    if leave == "wait()":
+        running.wait_for((tmp_path / "waiting").exists)
+        session.send_signal(signal.SIGINT)
+    output, _ = session.communicate(timeout=extend_under_load(60))
+    assert session.returncode == pytest.ExitCode.INTERRUPTED, output
+    assert [file.name for file in tmp_path.rglob("*.comm")] == ["test_a.ws1.comm"]
+    assert re.search(r"^1 snapshot generated\.$", output, re.MULTILINE), output

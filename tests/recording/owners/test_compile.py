@@ -49,7 +49,14 @@ def test_compiled_model_matches_eager_model(comm_mode, device_mesh, kernels):
     assert gathered(comm_mode) == expected
 
 
-@pytest.mark.parametrize("in_place", [True, False], ids=["module.compile()", "torch.compile"])
+@pytest.mark.parametrize(
+    "in_place",
+    [
+        # Also run below, with aot_eager.
+        pytest.param(True, id="module.compile()", marks=pytest.mark.release),
+        pytest.param(False, id="torch.compile"),
+    ],
+)
 def test_compiled_blocks_send_what_eager_ones_send(comm_mode, device_mesh, kernels, in_place):
     expected = plain_step(device_mesh, comm_mode)
     model = Model()
@@ -84,7 +91,7 @@ def activations(*owners):
 @pytest.mark.parametrize(
     ("backend", "in_place"),
     [
-        pytest.param("inductor", False, id="inductor"),
+        pytest.param("inductor", False, id="inductor", marks=pytest.mark.release),
         # Runs each graph as a module of its own.
         pytest.param("aot_eager", False, id="aot_eager"),
         pytest.param("aot_eager", True, id="aot_eager, module.compile()"),

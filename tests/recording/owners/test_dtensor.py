@@ -125,7 +125,7 @@ def test_redistributions_with_reused_frame_are_two(device_mesh):
             "transform_infos": steps,
             "transform_info": steps[number],
         }
-        return watch.note_collective(locals_) is not None
+        return watch.describe_new_redistribution(locals_) is not None
 
     first, second = [object()], [object(), object()]
     assert reach(first, 0)

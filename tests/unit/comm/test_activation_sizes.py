@@ -9,7 +9,7 @@ from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.comm.profile import CommProfile, Row, merge, without_activation_sizes
+from pytest_fsdp_comm.comm.profile import CommProfile, Row, merge, remove_activation_sizes
 
 
 def row(nbytes, role, *, count=2, dtype="float32", kind="all_to_all", axis="ep", **changes):
@@ -65,7 +65,7 @@ FAIL = {
 
 
 def relaxed(old, new):
-    return compare(without_activation_sizes(old), without_activation_sizes(new)).changes
+    return compare(remove_activation_sizes(old), remove_activation_sizes(new)).changes
 
 
 @pytest.mark.parametrize("what", PASS)
@@ -83,13 +83,13 @@ def test_nothing_else_may_change(what):
 @pytest.mark.parametrize("other", [OLD, PASS["larger activations"]])
 def test_unknown_size_of_one_side_is_one_change(other):
     for old, new, texts in (
-        (without_activation_sizes(OLD), other, ("not compared", "compared")),
-        (other, without_activation_sizes(OLD), ("compared", "not compared")),
+        (remove_activation_sizes(OLD), other, ("not compared", "compared")),
+        (other, remove_activation_sizes(OLD), ("compared", "not compared")),
     ):
         (change,) = compare(old, new).changes
         assert (change.what, change.old_text, change.new_text) == ("activation sizes", *texts)
     fewer = replace(other, rows=(row(64, "activations", count=1), RESHARD, MOVED))
-    assert len(compare(without_activation_sizes(OLD), fewer).changes) == 2
+    assert len(compare(remove_activation_sizes(OLD), fewer).changes) == 2
 
 
 def test_ranks_that_differ_only_in_sizes_share_a_line():
@@ -97,17 +97,17 @@ def test_ranks_that_differ_only_in_sizes_share_a_line():
     uneven, even = PASS["some of them larger"], OLD
     merged = merge([uneven, even, even], ranks=(0, 1, 3))
     assert [held.ranks for held in merged.collectives] == [(0,), (1, 3)]
-    assert [held.ranks for held in without_activation_sizes(merged).collectives] == [()]
+    assert [held.ranks for held in remove_activation_sizes(merged).collectives] == [()]
     fewer = sending(row(64, "activations", count=1))
     merged = merge([uneven, even, fewer, even], ranks=range(4))
-    assert [held.ranks for held in without_activation_sizes(merged).collectives] == [
+    assert [held.ranks for held in remove_activation_sizes(merged).collectives] == [
         (0, 1, 3),
         (2,),
     ]
 
 
 def test_totals_leave_the_bytes_out():
-    (total,) = without_activation_sizes(
+    (total,) = remove_activation_sizes(
         profile(
             replace(
                 OLD.rows[0],

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest_fsdp_comm
 
 DECLARATION = (
-    '    weight: int = _word(0, "weighs {}", lambda event: len(event.op), value_pattern=_COUNT)\n'
+    "    weight: int = _make_word_field(\n"
+    '        0, "weighs {}", lambda event: len(event.op), value_pattern=_COUNT\n'
+    "    )\n"
 )
 SCRIPT = """
 import json
@@ -32,7 +34,7 @@ one = Recording(
 )
 other = replace(one, collectives=(replace(call, op="c10d.long"),))
 old, new = (merge([fold(held)] * 2, ranks=(0, 1)) for held in (one, other))
-text = SnapshotText.of(new, where="x")
+text = SnapshotText.from_profile(new, where="x")
 explained = render_comparison(compare(old, new), snapshot="x")
 print(json.dumps([text.splitlines()[3], SnapshotText(str(text), where="x").profile == new,
                   explained.lines]))

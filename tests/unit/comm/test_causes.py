@@ -23,9 +23,10 @@ from sample_profiles import (
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.explanation.sentences import sentence
+from pytest_fsdp_comm.comm.explanation.amounts import Dtype
+from pytest_fsdp_comm.comm.explanation.resharding import Freed
 from pytest_fsdp_comm.comm.profile import replace_fields
-from pytest_fsdp_comm.reports.changes import headline_of_steps
+from pytest_fsdp_comm.reports.changes import render_comparison
 from pytest_fsdp_comm.snapshots.differences import tree_evidence
 from pytest_fsdp_comm.tree.model import Precision
 from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, UnitFacts
@@ -148,7 +149,7 @@ def test_lost_root_of_an_evaluation_loses_no_gradients(is_trained):
     comparison = compare(old, new, evidence=tree_evidence(tree(), gone))
     lost = " or reduced" * is_trained
     unreduced = ", FSDP does not reduce their gradients" * is_trained
-    assert [sentence(step) for step in comparison.explanation.steps] == [
+    assert [*comparison.sentences] == [
         f"(root) no longer gathered{lost}, gathers of other units unchanged"
     ]
     assert [cause.text for cause in comparison.causes] == [
@@ -240,8 +241,7 @@ def test_unused_units_lose_no_gradients():
 
     old = freeze(profile())
     comparison = compare(old, spare(old), evidence=tree_evidence(tree(), tree()))
-    (step,) = comparison.explanation.steps
-    assert sentence(step) == "layers.1 no longer gathered in backward"
+    assert comparison.sentences == ("layers.1 no longer gathered in backward",)
     assert comparison.causes == ()
 
 
@@ -377,11 +377,12 @@ def test_changes_of_the_user_precede_those_of_torch():
     assert [cause.text.split()[0] for cause in comparison.causes] == [
         *("reshard_after_forward", "reduce_dtype"),
     ]
-    assert [step.kind for step in comparison.reported] == ["freed", "dtype"]
-    assert headline_of_steps(comparison).startswith("layers.{0..2} no longer resharded")
+    assert [*map(type, comparison.reported)] == [Freed, Dtype]
+    first = render_comparison(comparison, snapshot="s").changes[0]
+    assert first.text.startswith("layers.{0..2} no longer resharded")
     # With one version, the order is that of the steps.
     alike = compare(HALF, replace(new, torch_version="2.13.0"))
-    assert [step.kind for step in alike.reported] == ["dtype", "freed"]
+    assert [*map(type, alike.reported)] == [Dtype, Freed]
 
 
 def clipped(old, change="(_NormPartial(2.0))->(Replicate())"):

@@ -14,6 +14,7 @@ from sample_profiles import (
     accumulated,
     changed,
     counted,
+    describe_steps,
     evaluated,
     frozen,
     in_bfloat16,
@@ -35,25 +36,30 @@ from sample_profiles import (
 )
 
 from pytest_fsdp_comm.comm.diff import compare
+from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.explanation.amounts import Counts, Dtype, Sizes
+from pytest_fsdp_comm.comm.explanation.gradients import Reduced, ReducedTimes
+from pytest_fsdp_comm.comm.explanation.names import Layers, Renamed
+from pytest_fsdp_comm.comm.explanation.passes import Recomputed
+from pytest_fsdp_comm.comm.explanation.resharding import Freed
 from pytest_fsdp_comm.comm.explanation.search import explain
-from pytest_fsdp_comm.comm.explanation.sentences import sentence
 from pytest_fsdp_comm.comm.explanation.states import Between, Pool, State
-from pytest_fsdp_comm.comm.explanation.units import propose_of_units
+from pytest_fsdp_comm.comm.explanation.units import Gathered
 from pytest_fsdp_comm.reports.changes import render_comparison
 
 # What may be told of each planted change.
 PLANTED = {
-    more_layers: {"layers"},
-    renamed: {"renamed"},
-    twice: {"counts"},
-    accumulated: {"counts"},
-    larger_batch: {"sizes"},
-    in_bfloat16: {"dtype"},
-    kept: {"freed"},
-    reduced_often: {"reduced times"},
-    frozen: {"reduced"},
-    recomputed: {"recomputed"},
-    evaluated: {"counts"},
+    more_layers: {Layers},
+    renamed: {Renamed},
+    twice: {Counts},
+    accumulated: {Counts},
+    larger_batch: {Sizes},
+    in_bfloat16: {Dtype},
+    kept: {Freed},
+    reduced_often: {ReducedTimes},
+    frozen: {Reduced},
+    recomputed: {Recomputed},
+    evaluated: {Counts},
 }
 
 
@@ -91,7 +97,7 @@ def test_two_changes_are_explained_exactly(seed):
         assert explanation.is_exact == reached(old, explanation, new), names
         exact += explanation.is_exact
         # What is told is what was planted; frozen layers are those whose gradients are gone.
-        told = {step.kind for step in explanation.steps}
+        told = {type(step) for step in explanation.steps}
         assert told <= PLANTED[first] | PLANTED[second], (names, told)
     assert exact >= 0.9 * len(PAIRS), exact
 
@@ -136,9 +142,8 @@ def test_split_head_called_per_chunk_names_both():
     old = made([*unit("", NBYTES, kept=True), *layers])
     new = made([*unit("", NBYTES - 1_024, kept=True), *layers, *rows])
     comparison = compare(old, new)
-    (step,) = comparison.explanation.steps
-    assert sentence(step) == (
-        "head split off from unit (root), gathered 4 times in forward: 8 calls, 8.0 KiB in total"
+    assert comparison.sentences == (
+        "head split off from unit (root), gathered 4 times in forward: 8 calls, 8.0 KiB in total",
     )
     assert [cause.text[:30] for cause in comparison.causes] == ["called several times in one fo"]
 
@@ -156,8 +161,8 @@ def test_split_unit_under_accumulation_is_not_called(layers):
     rest = unit("", NBYTES - 1_024, kept=True)
     new = made(four_micro_batches([*rest, *units, *unit("embed", 1_024)]))
     comparison = compare(old, new)
-    (step,) = comparison.explanation.steps
-    assert sentence(step).startswith("embed split off from unit (root): ")
+    (line,) = comparison.sentences
+    assert line.startswith("embed split off from unit (root): ")
     assert comparison.causes == ()
 
 
@@ -171,17 +176,17 @@ def test_unit_with_the_name_of_the_root_is_not_moved():
     old = made([*unit("head+model.norm", 516), *units("model.", NBYTES)])
     adapted = [one for one in units("base.model.", NBYTES + 64) if role(one) != "gradients"]
     new = made([*unit("", 4, kept=True), *adapted])
-    assert not any("moved to the top level" in sentence(step) for step in explain(old, new).steps)
+    assert not any("moved to the top level" in line for line in describe_steps(old, new))
 
 
 def test_added_unit_needs_bytes_no_unit_lost():
     old, new = profile(), profile(extra=[unit("head", 512)])
-    assert [sentence(step) for step in explain(old, new).steps] == [
-        "head now gathered, other units unchanged: 2 calls, 1.0 KiB in total"
+    assert describe_steps(old, new) == [
+        "head now gathered and reduced, other units unchanged: 2 calls, 1.0 KiB in total"
     ]
     # The same beside a unit that shrank by other bytes: two changes, neither of which is told so.
     shrunk = changed(new, lambda one: sized(one, Fraction(1, 2)) if one.owner == "" else one)
-    assert not any(step.kind == "unit" for step in explain(old, shrunk).steps)
+    assert not any(isinstance(step, Gathered) for step in explain(old, shrunk).steps)
 
 
 @pytest.mark.parametrize(
@@ -204,8 +209,9 @@ def test_calls_are_counted_for_each_rank(ranks, calls):
         replace(row(BACKWARD, f"stage{place}", "all_reduce", nbytes, axis="tp"), ranks=of)
         for place, (of, nbytes) in enumerate(ranks.items())
     ]
-    (step,) = explain(profile(), profile(extra=[rows])).steps
-    assert sentence(step) == f"new collectives over tp, which had none before: {calls}"
+    (line,) = describe_steps(profile(), profile(extra=[rows]))
+    assert line.endswith(f": new collectives over tp, which had none before: {calls}")
+    assert line.startswith("stage0")
 
 
 def recomputed_unit(phase):
@@ -219,6 +225,7 @@ def recomputed_unit(phase):
 
 
 IN_BACKWARD = {(BACKWARD, "all_gather"), (BACKWARD, "unshard")}
+LOSS = row(Phase.OUTSIDE, None, "all_reduce", 64, axis="tp")
 
 
 @pytest.mark.parametrize(
@@ -284,10 +291,27 @@ IN_BACKWARD = {(BACKWARD, "all_gather"), (BACKWARD, "unshard")}
             [*unit("a"), row(RECOMPUTE, "a", "all_gather", NBYTES, "parameters")],
             "recomputation now repeats the forward collectives of a: 1 call of 5.0 KiB",
         ),
+        # A parallel loss grows with the activations, but is only named if it does.
+        (
+            [*split("a"), LOSS],
+            [*split("a", 3 * 1_024), sized(LOSS, 3)],
+            "activations and the loss: 3 times the bytes per call",
+        ),
+        (
+            [*split("a"), LOSS],
+            [*split("a", 3 * 1_024), LOSS],
+            "activations (all_gather[tp], reduce_scatter[tp]): 3 times the bytes per call",
+        ),
+        # DDP gathers nothing, so nothing shows that the parameters changed.
+        (
+            [row(BACKWARD, "a", "all_reduce", 64, "gradients")],
+            [row(BACKWARD, "a", "all_reduce", 128, "gradients")],
+            "gradients of a 64 -> 128 B per call",
+        ),
     ],
 )
 def test_a_sentence_says_only_what_happened(old, new, line):
-    assert [sentence(step) for step in explain(made(old), made(new)).steps] == [line]
+    assert describe_steps(made(old), made(new)) == [line]
 
 
 def under_hsdp(rows):
@@ -303,9 +327,9 @@ def test_ddp_to_hsdp_names_all_gathered_units():
     hsdp = under_hsdp([*unit("", 64, kept=True), *unit("a", 128)])
     explanation = explain(ddp, hsdp)
     assert explanation.is_exact
-    assert {sentence(step) for step in explanation.steps} == {
+    assert {*describe_steps(ddp, hsdp)} == {
         "no more collectives over world",
-        "(root), a now gathered: 3 calls, 320 B in total",
+        "(root), a now gathered and reduced: 3 calls, 320 B in total",
     }
 
 
@@ -318,7 +342,7 @@ def test_added_units_are_proposed_together():
 
     def units(state):
         between = Between(state, target, old, (ddp.mesh_axes, hsdp.mesh_axes))
-        return [step.owners for step in propose_of_units(between) if step.kind == "unit"]
+        return [step.owners for step in Gathered.propose(between)]
 
     assert units(old) == []
     assert units(State()) == [("", "a")]
@@ -329,4 +353,6 @@ def test_indivisible_count_refutes_a_fraction():
     new = changed(old, lambda one: times(one, 1) if one.owner == "layers.1" else one)
     assert explain(old, new).steps == ()
     third = profile(extra=[unit("head", 512)])
-    assert not any(step.kind == "counts" and step.factor < 1 for step in explain(third, new).steps)
+    assert not any(
+        isinstance(step, Counts) and step.factor < 1 for step in explain(third, new).steps
+    )

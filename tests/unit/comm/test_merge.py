@@ -29,7 +29,7 @@ from pytest_fsdp_comm.comm.profile import (
 )
 from pytest_fsdp_comm.gathering import gather_values
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
-from pytest_fsdp_comm.snapshots.documents import has_further_ranks
+from pytest_fsdp_comm.snapshots.documents import has_lost_ranks
 
 WORLD = 6
 RANKS = st.sets(st.integers(0, WORLD - 1), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
@@ -206,7 +206,7 @@ def test_peaks_of_some_ranks_are_in_the_order_of_these():
 def test_profile_of_more_ranks_is_not_replaced(ranks, other, has_further):
     whole = replace(fold(recording(0)), recorded_ranks=())
     profiles = [replace(whole, recorded_ranks=recorded) for recorded in (ranks, other)]
-    assert has_further_ranks(*profiles) == has_further
+    assert has_lost_ranks(*profiles) == has_further
 
 
 def test_a_gap_of_one_process_alone_is_merged():

@@ -1,5 +1,6 @@
 """Tests of ``fsdp-comm diff`` on files and directories, and of the driver in ``git diff``."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -7,13 +8,14 @@ import sample_profiles
 from sample_files import TREE, recording
 
 from pytest_fsdp_comm.comm.json import dump_recordings
+from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 
 OLD, NEW = (format_profile(sample_profiles.profile(layers=layers)) for layers in (3, 4))
 EXPLANATION = [
-    "  +30 % bytes in all (100.0 -> 130.0 KiB per rank and step)",
-    "  all_gather[dp] +31 % (65.0 -> 85.0 KiB), reduce_scatter[dp] +29 % (35.0 -> 45.0 KiB)",
     "  layers: 3 -> 4 modules, the new ones like their siblings",
+    "  cost: +30 % bytes in all (100.0 -> 130.0 KiB per rank and step)",
+    "  cost: all_gather[dp] +31 % (65.0 -> 85.0 KiB), reduce_scatter[dp] +29 % (35.0 -> 45.0 KiB)",
 ]
 
 
@@ -52,6 +54,22 @@ def test_diff_compares_a_recording_with_a_snapshot(write, fsdp_comm):
     assert result.status == 1
     # A recording has call sites, a snapshot has none.
     assert any(line.endswith("called from train.py:3") for line in result.lines), result.out
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_diff_with_all_ranks_compares_those_of_the_old(write, fsdp_comm, is_tree):
+    old, new = (TREE, TREE.replace("[8] dp", "[8] frozen dp")) if is_tree else (OLD, NEW)
+    size = "world_size 4" if is_tree else "world_size 8"
+    write("old.comm", old.replace(size, f"{size}\nranks 0-1"))
+    write("new.comm", new)
+    result = fsdp_comm("diff", "old.comm", "new.comm")
+    assert result.status == 1
+    note = "compares only ranks 0-1 of new.comm, because old.comm has no other rank"
+    assert note in result.err
+    write("both.comm", new.replace(size, f"{size}\nranks 0-1"))
+    assert fsdp_comm("diff", "old.comm", "both.comm").out.splitlines()[1:] == result.lines[1:]
+    for pair in (("both.comm", "both.comm"), ("new.comm", "old.comm")):
+        assert "compares only" not in fsdp_comm("diff", *pair).err
 
 
 def test_diff_of_different_kinds_is_an_error(write, fsdp_comm):
@@ -148,7 +166,7 @@ def test_git_diff_explains_and_stays_a_patch(write, git, project):
     git("mv", "odd name.ws8.comm", "plain.ws8.comm")
     output = git("diff", "HEAD")
     assert output.splitlines()[0] == "a.ws8.comm:"
-    assert "\n  +" in output
+    assert "\n  cost: +" in output
     assert "here.ws8.comm: added" in output
     assert "gone.ws4.comm: removed" in output
     assert "odd name.ws8.comm -> plain.ws8.comm: renamed, otherwise unchanged" in output
@@ -173,7 +191,7 @@ def test_git_diff_explains_and_stays_a_patch(write, git, project):
     write("a.ws8.comm", NEW)
     plain = git("diff")
     assert "+forward layers.{0..3}" in plain
-    assert "\n  +" not in plain
+    assert "\n  cost: +" not in plain
     assert "communication of" not in git(*log)
 
 
@@ -191,3 +209,36 @@ def test_diff_of_a_broken_file_keeps_other_diffs(write, fsdp_comm):
     assert result.status == 2
     assert result.lines == ["x.ws8.comm:", *EXPLANATION]
     assert result.err.startswith("fsdp-comm: b/y.ws8.comm, line ")
+
+
+def ranks_in_order(*owners):
+    """Two ranks that gather units of equal size; the second rank in another order."""
+    return [
+        dataclasses.replace(
+            recording(0),
+            rank=rank,
+            world_size=2,
+            mesh_axes=(MeshAxis(name="dp", size=2, dims=((2, 1),)),),
+            collectives=tuple(
+                dataclasses.replace(
+                    recording(1).collectives[0], axis="dp", group_size=2, owner=owner, source="fsdp"
+                )
+                for owner in ordered
+            ),
+        )
+        for rank, ordered in enumerate(owners)
+    ]
+
+
+def test_diff_and_show_name_diverging_ranks_first(write, fsdp_comm):
+    line = "ranks diverge at call #1 over dp: rank 0 gathers a, rank 1 gathers b"
+    write("same.json", dump_recordings(ranks_in_order("ab", "ab")))
+    write("other.json", dump_recordings(ranks_in_order("ab", "ba")))
+    result = fsdp_comm("diff", "same.json", "other.json")
+    assert (result.status, result.lines[0]) == (1, f"other.json: {line}")
+    result = fsdp_comm("diff", "other.json", "other.json")
+    assert (result.status, result.lines) == (1, [f"other.json: {line}"])
+    assert fsdp_comm("diff", "same.json", "same.json").status == 0
+    result = fsdp_comm("show", "other.json")
+    assert (result.status, result.lines[0]) == (0, line)
+    assert "diverge" not in fsdp_comm("show", "same.json").out

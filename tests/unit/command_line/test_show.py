@@ -1,6 +1,7 @@
 """Tests of ``fsdp-comm show`` for each kind of file, and for broken ones."""
 
 import importlib
+import io
 import re
 import subprocess
 import sys
@@ -12,9 +13,9 @@ import pytest
 import sample_profiles
 from sample_files import TREE, recording
 
-from pytest_fsdp_comm.comm.events import Source
+from pytest_fsdp_comm.comm.events import HostWait, Phase, Source
 from pytest_fsdp_comm.comm.json import dump_recordings
-from pytest_fsdp_comm.comm.profile import GatheredPeak
+from pytest_fsdp_comm.comm.profile import GatheredPeak, fold
 from pytest_fsdp_comm.command_line.main import main
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 
@@ -79,6 +80,51 @@ def test_show_prints_objects_as_unknown_size(write, fsdp_comm):
     out = fsdp_comm("show", "objects.json").out
     assert re.search(r"^  dp +1  1 of unknown size$", out, re.MULTILINE)
     assert " 0 B" not in out
+
+
+def with_overlap(rank=0, **changes):
+    """Return a simulated rank's recording, with one of three calls exposed, and host waits."""
+    one = recording(rank, calls=3)
+    calls = [replace(call, exposed=call.index == 1, owner="a") for call in one.collectives]
+    waits = [
+        HostWait(
+            index=3 + number, way="item", owner=f"layers.{number // 2}", issued_in=None,
+            phase=Phase.FORWARD, call_site="train.py:7",
+        )
+        for number in range(4)
+    ]  # fmt: skip
+    facts = {"shows_overlap": True, "collectives": tuple(calls), "host_waits": tuple(waits)}
+    return replace(one, **(facts | changes))
+
+
+def test_show_sums_up_exposed_bytes_and_host_waits(write, fsdp_comm):
+    write("one.json", dump_recordings([with_overlap()]))
+    lines = fsdp_comm("show", "one.json").lines
+    assert "exposed: all_gather[dp] 8 of 24 B" in lines
+    assert lines[lines.index("the host waits") + 1] == (
+        "  forward  layers.{0..1}  item  x2 each, at train.py:7"
+    )
+    # A snapshot does not contain lines of code.
+    write("one.ws2.comm", format_profile(fold(with_overlap())))
+    lines = fsdp_comm("show", "one.ws2.comm").lines
+    assert "exposed: all_gather[dp] 8 of 24 B" in lines
+    assert lines[lines.index("the host waits") + 1] == "  forward  layers.{0..1}  item  x2 each"
+
+
+def test_show_host_waits_of_ranks_that_differ(write, fsdp_comm):
+    write("two.json", dump_recordings([with_overlap(0, host_waits=()), with_overlap(1)]))
+    lines = fsdp_comm("show", "two.json").lines
+    # Both ranks have the same calls.
+    assert "exposed: all_gather[dp] 8 of 24 B" in lines
+    assert "  forward  layers.{0..1}  item  x2 each, on rank 1, at train.py:7" in lines
+
+
+@pytest.mark.parametrize("changes", [{}, {"shows_overlap": True}])
+def test_show_without_exposed_calls_is_silent(write, fsdp_comm, changes):
+    write("one.json", dump_recordings([replace(recording(), **changes)]))
+    out = fsdp_comm("show", "one.json").out
+    assert "exposed" not in out
+    assert "host" not in out
 
 
 def test_show_recording_names_its_rank(write, fsdp_comm):
@@ -147,6 +193,16 @@ def test_console_script_runs_main():
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     module, _, name = project["scripts"]["fsdp-comm"].partition(":")
     assert getattr(importlib.import_module(module), name) is main
+
+
+def test_only_record_keeps_the_encoding_of_its_streams(write, monkeypatch):
+    names = [str(write(f"é{number}.comm", TREE)) for number in range(2)]
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert main(["record"]) == 2
+    assert (stdout.encoding, stdout.errors) == ("ascii", "strict")
+    assert main(["show", *names]) == 0
+    assert "é0.comm" in stdout.buffer.getvalue().decode()
 
 
 def test_program_starts_without_torch_and_pytest(write, project):

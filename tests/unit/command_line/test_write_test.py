@@ -1,5 +1,6 @@
 """Tests of ``fsdp-comm test``: the written test and snapshots, and errors."""
 
+import ast
 import os
 import re
 from dataclasses import replace
@@ -9,6 +10,7 @@ import pytest
 from sample_files import TREE, recording
 
 from pytest_fsdp_comm.comm.json import ScriptRun, dump_recordings, join_recordings
+from pytest_fsdp_comm.snapshots.names import escape_test_name
 
 WRITTEN = '''"""Guard the communication and the sharding of a training step of train.py."""
 
@@ -161,6 +163,58 @@ def test_recording_elsewhere_keeps_its_project(
     text = (project / "part" / "tests" / "test_train.py").read_text()
     assert '"../src/train.py"' in text
     assert (project / "part" / "snapshots" / "tests" / "test_train").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        ("train model.py", "train_model"),
+        ("train+v2.py", "train_v2"),
+        ("a{b}.py", "a_b_"),
+        ("a.b-c.py", "a_b_c"),
+        ('it\'s """"mine\\.py', "it_s_____mine_"),
+        ("2 ﬁt-überall☃.py", "2_fit_überall_"),
+        (os.fsdecode(b"caf\xe9.py"), "caf_"),
+        ("a\x1b\n.py", "a__"),
+    ],
+)
+def test_written_test_compiles_for_any_script(recorded, fsdp_comm, project, script, name):
+    """It names a function, a file and snapshots that pytest finds again."""
+    recorded(script)
+    done = fsdp_comm("test", "step.json")
+    assert (done.status, done.err) == (0, "")
+    path = project / f"test_{name}.py"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert [node.name for node in tree.body if isinstance(node, ast.FunctionDef)] == [path.stem]
+    assert [
+        *(project / "snapshots" / path.stem).glob(f"{escape_test_name(path.stem)}.ws*.tree.comm")
+    ]
+    literals = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert script in literals
+    assert ast.get_docstring(tree).startswith("Guard the communication and the sharding of a tr")
+
+
+def test_arguments_are_written_as_they_are(recorded, write, fsdp_comm, project):
+    arguments = ["😀", 'a"b\\', "\x1b", os.fsdecode(b"\xe9"), "\u2028"]
+    recorded()
+    run = ScriptRun(
+        script="train.py", arguments=tuple(arguments), is_module=False, first_step=4, last_step=4
+    )
+    write("step.json", join_recordings({0: dump_recordings([recording(0)])}, run))
+    assert fsdp_comm("test", "step.json").status == 0
+    tree = ast.parse((project / "test_train.py").read_text(encoding="utf-8"))
+    literals = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    assert [value for value in literals if value in arguments] == arguments
+
+
+def test_modules_of_one_package_have_own_tests(recorded, fsdp_comm, project):
+    for module in ("pkg.train", "pkg.eval"):
+        recorded(module, is_module=True)
+        assert fsdp_comm("test", "step.json").status == 0
+    assert {file.name for file in project.glob("test_*")} == {
+        "test_pkg_train.py",
+        "test_pkg_eval.py",
+    }
 
 
 def test_missing_script_is_named(recorded, fsdp_comm, project):

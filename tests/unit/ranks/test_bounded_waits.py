@@ -18,7 +18,7 @@ from pytest_fsdp_comm.ranks.start import ending, fork_server
 from pytest_fsdp_comm.ranks.start.fork_server import ForkServer, ServerDiedError
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_server_that_does_not_answer_is_killed(server, monkeypatch):
         monkeypatch.setattr(fork_server, name, 0.05)
     theirs.send(messages.SetEnded(unended={}))  # of an earlier rank set
     with pytest.raises(ServerDiedError):
-        ours._await(messages.SetStarted, 0.05)
+        ours._await_reply(messages.SetStarted, 0.05)
     assert len(killed) == 1
     ours.pids = {0: 2**22 + 1}  # of nobody
     assert ours.end_ranks(0.0) == {}
@@ -125,10 +125,10 @@ def test_a_child_that_does_not_end_is_not_waited_for():
         started_at = time.monotonic()
         assert ending.await_end(child.pid, within_s=0.1) is None
         assert ending.await_end(child.pid) is None
-        assert time.monotonic() - started_at < under_load(5)
+        assert time.monotonic() - started_at < extend_under_load(5)
     finally:
         ending.kill([child.pid])
-    assert ending.await_end(child.pid, within_s=under_load(10)) == -signal.SIGKILL
+    assert ending.await_end(child.pid, within_s=extend_under_load(10)) == -signal.SIGKILL
     # As where somebody else has reaped it.
     assert ending.await_end(child.pid) == 0
     child.returncode = -signal.SIGKILL
@@ -140,8 +140,8 @@ def test_child_without_a_command_yet_gets_time():
     child = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert not Path(f"/proc/{child.pid}/cmdline").read_bytes()
-    assert ending._cleans_up(child.pid)
-    assert not ending._cleans_up(os.getpid())
+    assert ending._is_cleaner(child.pid)
+    assert not ending._is_cleaner(os.getpid())
     assert child.wait() == 0
 
 
@@ -167,7 +167,7 @@ def kill_all_but_the_cleaner(pids):
     # It cleans up once the others are gone, and ends then.
     cleaner.stdin.close()
 ending.kill = kill_all_but_the_cleaner
-assert not ending.kill_children([spared.pid], within_s=ending.under_load(10))
+assert not ending.kill_children([spared.pid], within_s=ending.extend_under_load(10))
 ending.kill = kill
 try:
     os.kill(orphan, 0)
@@ -177,7 +177,7 @@ assert spared.poll() is None
 ending.kill = lambda pids: None
 assert ending.kill_children([], within_s=0.05) == {spared.pid}
 ending.kill = kill
-assert not ending.kill_children([], within_s=ending.under_load(10))
+assert not ending.kill_children([], within_s=ending.extend_under_load(10))
 try:
     os.kill(spared.pid, 0)
 except ProcessLookupError:
@@ -194,6 +194,6 @@ def test_orphans_are_found_in_sessions_of_their_own():
         capture_output=True,
         text=True,
         check=False,
-        timeout=under_load(60),
+        timeout=extend_under_load(60),
     )
     assert done.stdout.split() == ["cleaned", "gone", "gone"], done.stderr

@@ -10,7 +10,7 @@ import pytest
 
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 MB = 1_000_000
 
@@ -21,7 +21,7 @@ def channels():
     ours, theirs = Pipe()
     with (
         contextlib.closing(Channel(ours)) as rank,
-        contextlib.closing(Channel(theirs, stalls_s=under_load(1))) as supervisor,
+        contextlib.closing(Channel(theirs, stalls_s=extend_under_load(1))) as supervisor,
     ):
         yield rank, supervisor
 

@@ -14,7 +14,7 @@ from running import wait_for
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.options import DistributedSettings
 from pytest_fsdp_comm.ranks.start import fork_server
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 
 RANKS = 2
@@ -166,11 +166,11 @@ def test_rank_connections_end_with_the_rank(server, start):
     connections = start("forked")
     os.kill(server.pids[0], signal.SIGKILL)
     for connection in connections[0]:
-        assert connection.poll(under_load(30))
+        assert connection.poll(extend_under_load(30))
         with pytest.raises(EOFError):
             connection.recv_bytes()
     assert not any(connection.poll(0) for connection in connections[1])
-    assert server.end_ranks(under_load(10)) == {}
+    assert server.end_ranks(extend_under_load(10)) == {}
 
 
 @linux
@@ -181,12 +181,12 @@ def test_pytest_has_two_open_files_per_rank(server, start, few_descriptors):
     for pair in connections.values():
         for connection in pair:
             connection.close()
-    assert server.end_ranks(under_load(10)) == {}
+    assert server.end_ranks(extend_under_load(10)) == {}
     with pytest.raises(OSError, match="Too many open files"):
         start("too many", size=80)
     # Of which no connection is taken for one of the next ranks.
     (connection, _), _ = start("few").values()
     os.kill(server.pids[0], signal.SIGKILL)
-    assert connection.poll(under_load(30))
+    assert connection.poll(extend_under_load(30))
     with pytest.raises(EOFError):
         connection.recv_bytes()

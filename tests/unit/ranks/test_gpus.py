@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from pytest_fsdp_comm.ranks.rank import gpus
-from pytest_fsdp_comm.ranks.rank.gpus import name_missing_gpu, no_gpu_error, visible_gpu_count
+from pytest_fsdp_comm.ranks.rank.gpus import (
+    blame_missing_gpu_in_errors,
+    no_gpu_error,
+    visible_gpu_count,
+)
 from pytest_fsdp_comm.ranks.start import spawn
-from pytest_fsdp_comm.ranks.start.spawn import unsafe_to_fork
+from pytest_fsdp_comm.ranks.start.spawn import find_reason_not_to_fork
 
 STARTED = "the CUDA driver was started during collection"
 
@@ -61,7 +65,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(gpus, "_DRIVER_FILES", (tmp_path / "driver",))
     # What other tests of this process left is not the point.
     monkeypatch.setattr(spawn.threading, "enumerate", list)
-    monkeypatch.setattr(spawn, "_native_threads", lambda: (0, set()))
+    monkeypatch.setattr(spawn, "_count_and_name_native_threads", lambda: (0, set()))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     no_gpu_error.cache_clear()
     yield machine
@@ -70,28 +74,28 @@ def machine(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("machine")
 def test_is_available_starts_the_driver_and_is_named():
-    assert unsafe_to_fork() == ""
+    assert find_reason_not_to_fork() == ""
     assert torch.cuda.is_available()
     assert not torch.cuda.is_initialized()
-    assert unsafe_to_fork().startswith(STARTED)
-    assert "unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is set" in unsafe_to_fork()
+    assert find_reason_not_to_fork().startswith(STARTED)
+    assert "unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is set" in find_reason_not_to_fork()
 
 
 def test_is_available_by_nvml_is_safe(machine, monkeypatch):
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     assert torch.cuda.is_available()
-    assert unsafe_to_fork() == ""
+    assert find_reason_not_to_fork() == ""
     # Where it does not answer, torch asks the driver after all.
     machine.has_nvml = False
     assert torch.cuda.is_available()
-    assert unsafe_to_fork().startswith(STARTED)
+    assert find_reason_not_to_fork().startswith(STARTED)
 
 
 @pytest.mark.parametrize(("has_nvml", "reason"), [(True, ""), (False, STARTED)])
 def test_device_count_is_as_safe_as_nvml_is_there(machine, has_nvml, reason):
     machine.has_nvml = has_nvml
     assert torch.cuda.device_count() == 2
-    assert unsafe_to_fork()[: len(STARTED)] == reason
+    assert find_reason_not_to_fork()[: len(STARTED)] == reason
 
 
 @pytest.mark.parametrize("has_nvml", [True, False])
@@ -99,7 +103,7 @@ def test_counting_never_starts_the_driver_here(machine, has_nvml):
     machine.has_nvml = has_nvml
     assert visible_gpu_count() == 2
     assert machine.started_in is None
-    assert unsafe_to_fork() == ""
+    assert find_reason_not_to_fork() == ""
 
 
 def test_gpus_are_counted_where_the_driver_was_started(machine):
@@ -114,19 +118,19 @@ def test_a_driver_that_found_no_gpu_survives_a_fork(machine, has_nvml):
     machine.has_nvml = has_nvml
     machine.gpus = 0
     assert not torch.cuda.is_available()
-    assert unsafe_to_fork() == ""
+    assert find_reason_not_to_fork() == ""
     with pytest.raises(RuntimeError, match=NO_GPU):
         torch.cuda.init()
-    assert unsafe_to_fork() == ""
+    assert find_reason_not_to_fork() == ""
 
 
 def test_gpu_count_starts_no_driver_and_no_cuda(machine):
     machine.gpus = 0
-    assert unsafe_to_fork() == ""
+    assert find_reason_not_to_fork() == ""
     assert machine.started_in is None
     machine.gpus = 2
     assert torch.cuda.is_available()
-    assert unsafe_to_fork().startswith(STARTED)
+    assert find_reason_not_to_fork().startswith(STARTED)
     assert not torch.cuda.is_initialized()
 
 
@@ -138,12 +142,12 @@ def test_missing_gpu_error_is_the_same_in_a_fork(machine, monkeypatch, gpus, ask
     machine.gpus = gpus
     if asked:
         torch.cuda.is_available()
-        unsafe_to_fork()
+        find_reason_not_to_fork()
         # As in a child.
         machine.started_in = 1
     monkeypatch.setattr(torch._C, "_cuda_init", torch._C._cuda_init)  # restores both
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", torch.cuda._is_in_bad_fork)
-    name_missing_gpu()
+    blame_missing_gpu_in_errors()
     with pytest.raises(RuntimeError, match=error):
         torch.cuda.init()
 
@@ -152,10 +156,10 @@ def test_no_child_is_forked_without_cuda(monkeypatch):
     if hasattr(torch._C, "_cuda_isInBadFork"):
         pytest.skip("this build of torch has CUDA")
     monkeypatch.setattr(spawn.threading, "enumerate", list)
-    monkeypatch.setattr(spawn, "_native_threads", lambda: (0, set()))
+    monkeypatch.setattr(spawn, "_count_and_name_native_threads", lambda: (0, set()))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     monkeypatch.setattr(os, "fork", None)
-    assert unsafe_to_fork() == ""
+    assert find_reason_not_to_fork() == ""
 
 
 def test_torch_has_the_names_that_the_stubs_replace():
@@ -167,3 +171,14 @@ def test_torch_has_the_names_that_the_stubs_replace():
     assert {"_is_in_bad_fork", "_C", "_cuda_init", "_cudart"} <= {
         *torch.cuda._lazy_init.__code__.co_names
     }
+
+
+@pytest.mark.parametrize(
+    ("holder", "name"), [(torch.cuda, "_is_in_bad_fork"), (torch._C, "_cuda_getDeviceCount")]
+)
+def test_without_private_name_errors_stay_torchs(machine, monkeypatch, holder, name):
+    machine.gpus, machine.started_in = 0, 1
+    monkeypatch.delattr(holder, name)
+    no_gpu_error.cache_clear()
+    blame_missing_gpu_in_errors()
+    assert torch._C._cuda_init == machine.runtime_init

@@ -21,9 +21,9 @@ from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.ranks.rank.isolation import (
     hold_terminal,
     isolate_session,
-    leave_to_parent,
     release_terminal,
     resolve_basetemp,
+    unregister_parents_plugins,
 )
 
 
@@ -113,7 +113,7 @@ def test_rank_ignores_maxfail_and_reruns(pytester):
         config.pluginmanager.register(object(), f"not-{name}")
         if not config.pluginmanager.has_plugin(name):
             config.pluginmanager.register(object(), name)
-    leave_to_parent(config)
+    unregister_parents_plugins(config)
     # Alone it would end fixtures that other ranks keep, or meet collectives of none.
     assert config.option.maxfail == 0
     for name in ("pytest_forked", "rerunfailures"):

@@ -7,8 +7,8 @@ import pytest
 from pytest_fsdp_comm.ranks.rank.kept_output import (
     KEPT_NBYTES,
     read_kept,
-    shortened,
-    shortened_texts,
+    shorten,
+    shorten_texts,
 )
 
 MIB = 1 << 20
@@ -38,7 +38,7 @@ def test_a_text_that_is_not_long_is_kept_whole(file):
     assert read(path) == text
     assert read(path, len(text)) == ""
     assert read(path, len(text) - 8) == text[-8:]
-    assert shortened(text) == text
+    assert shorten(text) == text
 
 
 def test_of_a_long_text_both_ends_are_kept(file):
@@ -49,7 +49,7 @@ def test_of_a_long_text_both_ends_are_kept(file):
     told = f"\n[... {len(text) - 8 - 2 * KEPT_NBYTES:,} bytes left out: only the first and last "
     told += "256 KiB are kept, see docs/ranks.md of pytest-fsdp-comm ...]\n"
     assert kept == text[8:][:KEPT_NBYTES] + told + text[-KEPT_NBYTES:]
-    short = shortened(text[8:])
+    short = shorten(text[8:])
     assert short == kept.replace("bytes left", "characters left")
 
 
@@ -84,7 +84,7 @@ def test_parts_are_shortened_as_one_text(file, sizes, count):
     assert kept[:KEPT_NBYTES] == whole[:KEPT_NBYTES].decode()
     assert kept[-KEPT_NBYTES:] == whole[-KEPT_NBYTES:].decode()
     # The report of the phase holds it as it is.
-    assert shortened(kept) == kept
+    assert shorten(kept) == kept
 
 
 def test_undecodable_bytes_stay_bounded(file):
@@ -93,15 +93,15 @@ def test_undecodable_bytes_stay_bounded(file):
     kept = read(path)
     assert left_out(kept) == [f"{MIB - 2 * KEPT_NBYTES:,} bytes"]
     assert len(kept) < 2 * KEPT_NBYTES + 256
-    assert shortened(kept) == kept
+    assert shorten(kept) == kept
 
 
 def test_every_text_of_a_report_is_shortened_once():
     text = "x" * 50_000_000
     told = [f"{50_000_000 - 2 * KEPT_NBYTES:,} characters"]
-    assert left_out(shortened(text)) == told
-    assert shortened(shortened(text)) == shortened(text)
-    report = shortened_texts(
+    assert left_out(shorten(text)) == told
+    assert shorten(shorten(text)) == shorten(text)
+    report = shorten_texts(
         {"reprcrash": {"message": text, "lineno": 3}, "chain": [({"lines": ["a", text]}, None)]}
     )
     assert left_out(report["reprcrash"]["message"]) == told
@@ -114,15 +114,15 @@ def test_every_text_of_a_report_is_shortened_once():
 
 def test_many_lines_are_one_text():
     lines = [f"E   {number}" for number in range(1_000_000)]
-    short = shortened_texts({"lines": lines})["lines"]
+    short = shorten_texts({"lines": lines})["lines"]
     size = len("\n".join(lines)) - 2 * KEPT_NBYTES
     assert left_out("\n".join(short)) == [f"{size:,} characters"]
     assert (short[0], short[-1]) == (lines[0], lines[-1])
     native = ["Traceback:\n", *(f"{line}\n" for line in lines)]
-    short = "".join(shortened_texts({"lines": native})["lines"])
+    short = "".join(shorten_texts({"lines": native})["lines"])
     assert left_out(short) == [f"{len(''.join(native)) - 2 * KEPT_NBYTES:,} characters"]
     assert short.startswith("Traceback:\nE   0\nE   1\n")
     assert short.endswith("\nE   999999\n")
     # An assertion's explanation of some hundred kB stays whole.
     few = lines[:50_000]
-    assert shortened_texts({"lines": few})["lines"] == few
+    assert shorten_texts({"lines": few})["lines"] == few

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 
 @pytest.mark.parametrize(
@@ -11,4 +11,4 @@ from pytest_fsdp_comm.ranks.wire.load import under_load
 def test_under_load_scales_a_busy_machines_limits(monkeypatch, load, cores, seconds):
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr("os.cpu_count", lambda: cores)
-    assert under_load(3.0) == seconds
+    assert extend_under_load(3.0) == seconds

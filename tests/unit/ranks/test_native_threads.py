@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from pytest_fsdp_comm.ranks.start import spawn
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 THREAD = """
 import ctypes
@@ -55,17 +55,17 @@ _thread.start_new_thread(lambda: lock.acquire(), ())  # as execnet does
 
 
 def reason(tmp_path, code):
-    """What `unsafe_to_fork` says in a process that ran some code; it and a fork of it work on."""
+    """The reason not to fork in a process that ran some code; it and a fork of it work on."""
     script = tmp_path / "script.py"
     script.write_text(
-        f"{code}\nfrom pytest_fsdp_comm.ranks.start.spawn import unsafe_to_fork\n"
-        "print(unsafe_to_fork())\n"
+        f"{code}\nfrom pytest_fsdp_comm.ranks.start.spawn import find_reason_not_to_fork\n"
+        "print(find_reason_not_to_fork())\n"
     )
     ran = subprocess.run(
         [sys.executable, script],
         capture_output=True,
         text=True,
-        timeout=under_load(100),
+        timeout=extend_under_load(100),
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
@@ -94,7 +94,7 @@ def test_native_threads_are_counted_and_named(tmp_path, start, text):
 
 
 @pytest.mark.upstream
-def test_inter_op_pool_of_torch_is_unsafe_to_fork(tmp_path):
+def test_inter_op_pool_of_torch_is_find_reason_not_to_fork(tmp_path):
     assert "'PTThreadPool'" in reason(tmp_path, INTER_OP)
 
 
@@ -111,19 +111,19 @@ def test_a_thread_beside_torchs_pool_is_unsafe(tmp_path):
     assert reason(tmp_path, code).startswith("native threads (4)")
 
 
-def test_a_process_group_is_unsafe_to_fork(tmp_path):
+def test_a_process_group_is_find_reason_not_to_fork(tmp_path):
     assert reason(tmp_path, GROUP) == "a process group was created during collection"
 
 
 def test_native_threads_are_unknown_without_proc(monkeypatch, tmp_path):
     monkeypatch.setattr(spawn, "_TASKS", tmp_path / "missing")
-    assert spawn._native_threads()[0] <= 0
+    assert spawn._count_and_name_native_threads()[0] <= 0
 
 
 @pytest.mark.parametrize(
     ("start", "text"), [("fork", ""), ("auto", "CUDA"), ("spawn", "the settings")]
 )
 def test_the_setting_decides_before_what_is_unsafe(monkeypatch, start, text):
-    monkeypatch.setattr(spawn, "unsafe_to_fork", lambda: "CUDA was initialized")
-    assert spawn.reason_to_spawn(start).startswith(text)
-    assert (spawn.reason_to_spawn(start) == "") == (start == "fork")
+    monkeypatch.setattr(spawn, "find_reason_not_to_fork", lambda: "CUDA was initialized")
+    assert spawn.find_reason_to_spawn(start).startswith(text)
+    assert (spawn.find_reason_to_spawn(start) == "") == (start == "fork")

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from torch.distributed import FileStore
 
 from pytest_fsdp_comm.gathering import Exchange, TextStore
-from pytest_fsdp_comm.ranks.hangs.position import _stack, is_waiting, read_position
-from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack
+from pytest_fsdp_comm.ranks.hangs.position import _make_stack, is_waiting, read_position
+from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, drop_start_frames, show_stack
 from pytest_fsdp_comm.ranks.rank import main
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 from pytest_fsdp_comm.ranks.wire.results import Activity
 
 # Everything that moves frames: calls, generators, exceptions, recursion and collections. Where
@@ -60,7 +60,7 @@ def test_read_position_with_busy_thread_never_crashes():
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=under_load(100),
+        timeout=extend_under_load(100),
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "read 1\n"), done.stderr
@@ -74,7 +74,7 @@ def read_during(block, *, read_it=lambda: read_position(0, with_groups=False)):
     def read():
         while read_position(0, with_groups=False).site.endswith(" in read_during"):
             time.sleep(0.01)
-        time.sleep(under_load(0.1))  # the block reaches its wait
+        time.sleep(extend_under_load(0.1))  # the block reaches its wait
         found.append(read_it())
         event.set()
 
@@ -90,7 +90,7 @@ def waits_for_torch():
     while frame is not None:
         stack.append(frame)
         frame = frame.f_back
-    return is_waiting(_stack(stack))
+    return is_waiting(_make_stack(stack))
 
 
 def test_a_position_names_what_the_user_called():
@@ -217,4 +217,4 @@ def test_show_stack_shortens_deep_user_stacks():
     assert show_stack([]) == ()
     # Who calls pytest.main() is no code of the test.
     entry, program = frame(main.__file__), frame("/me/program.py")
-    assert of_test([*users, frame(own), entry, program]) == [*users, frame(own)]
+    assert drop_start_frames([*users, frame(own), entry, program]) == [*users, frame(own)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_fsdp_comm.ranks.session.recorded import merged_properties
+from pytest_fsdp_comm.ranks.session.recorded import merge_properties
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ from pytest_fsdp_comm.ranks.session.recorded import merged_properties
     ],
 )
 def test_merged_properties_name_ranks_that_differ(by_rank, merged):
-    assert merged_properties(by_rank) == merged
+    assert merge_properties(by_rank) == merged

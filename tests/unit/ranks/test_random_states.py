@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_fsdp_comm.ranks.rank.processes import equalize, read_states, restore_states
+from pytest_fsdp_comm.ranks.rank.processes import (
+    equalize_random_states,
+    read_random_states,
+    restore_random_states,
+)
 
 
 class Exchange:
@@ -28,9 +32,9 @@ def drawn():
 
 @pytest.fixture(autouse=True)
 def _restored():
-    before = read_states()
+    before = read_random_states()
     yield
-    restore_states(before)
+    restore_random_states(before)
 
 
 def seed(python, numpy, of_torch):
@@ -42,13 +46,13 @@ def seed(python, numpy, of_torch):
 def test_equalize_seeds_only_differing_libraries():
     seed(1, 1, 7)
     other = Exchange()
-    equalize(other)
+    equalize_random_states(other)
     seed(1, 1, 7)
     unchanged = drawn()
     found = []
     for rank_seed in (2, 3):
         seed(rank_seed, rank_seed, 7)
-        equalize(Exchange(other.given))
+        equalize_random_states(Exchange(other.given))
         found.append(drawn())
     assert found[0] == found[1]
     assert found[0][:2] != unchanged[:2]
@@ -59,13 +63,13 @@ def test_equal_states_stay_as_the_user_seeded_them():
     seed(4, 5, 6)
     expected = drawn()
     seed(4, 5, 6)
-    equalize(Exchange())
+    equalize_random_states(Exchange())
     assert drawn() == expected
 
 
 def test_states_come_back_as_they_were_read():
-    states = read_states()
+    states = read_random_states()
     first = drawn()
     assert drawn() != first
-    restore_states(states)
+    restore_random_states(states)
     assert drawn() == first

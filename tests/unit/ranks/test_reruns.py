@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from pytest_fsdp_comm.ranks.session.reruns import rebuilt_error
+from pytest_fsdp_comm.ranks.session.reruns import rebuild_error
 
 
 def report(message, *, outcome="failed", crashed=True):
@@ -33,7 +33,7 @@ def report(message, *, outcome="failed", crashed=True):
     ],
 )
 def test_an_error_is_rebuilt_by_name_and_text(message, kind, name, text):
-    error = rebuilt_error(report(message))
+    error = rebuild_error(report(message))
     assert isinstance(error, kind)
     assert type(error).__name__ == name
     assert str(error) == text
@@ -41,18 +41,18 @@ def test_an_error_is_rebuilt_by_name_and_text(message, kind, name, text):
 
 def test_headline_like_an_error_is_not_rebuilt():
     failed = report("rank 0: layers.3: +3 all_gather")
-    assert type(rebuilt_error(failed)).__name__ == "3"
+    assert type(rebuild_error(failed)).__name__ == "3"
     failed.comm_headline = "layers.3: +3 all_gather"
-    error = rebuilt_error(failed)
+    error = rebuild_error(failed)
     assert isinstance(error, AssertionError)
     assert str(error) == "rank 0: layers.3: +3 all_gather"
 
 
 def test_a_death_is_not_rebuilt_as_a_python_error():
-    error = rebuilt_error(report("rank 1 was killed by signal 9 (SIGKILL)", crashed=False))
+    error = rebuild_error(report("rank 1 was killed by signal 9 (SIGKILL)", crashed=False))
     assert type(error).__name__ == "RankFailure"
     assert str(error) == "rank 1 was killed by signal 9 (SIGKILL)"
-    assert rebuilt_error(report("", outcome="passed")) is None
+    assert rebuild_error(report("", outcome="passed")) is None
 
 
 def test_rerunfailures_has_the_names_that_are_replaced():

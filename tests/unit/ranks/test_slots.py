@@ -10,11 +10,11 @@ from running import wait_for
 
 from pytest_fsdp_comm.ranks.rank.gpus import visible_gpu_names, visible_gpus_variable
 from pytest_fsdp_comm.ranks.start.slots import HeldSlots, Slots
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 
 def take(slots, *, ranks=0, gpus=0):
-    with slots.turn(ranks=ranks, gpus=gpus) as grant:
+    with slots.wait_for_free_slots(ranks=ranks, gpus=gpus) as grant:
         return HeldSlots(grant.files), grant.gpus
 
 
@@ -56,9 +56,9 @@ def test_a_large_test_is_not_overtaken(tmp_path):
     small.join(0.2)
     assert not order, "the small one would fit, but came later"
     first.release()
-    large.join(under_load(20))
+    large.join(extend_under_load(20))
     order[0][1][0].release()
-    small.join(under_load(20))
+    small.join(extend_under_load(20))
     assert [name for name, _ in order] == ["large", "small"]
 
 
@@ -69,7 +69,7 @@ def test_waiting_is_seen_by_those_who_hold_slots(tmp_path):
     waiting = start(lambda: take(slots, ranks=1))
     wait_for(slots.are_wanted)
     held.release()
-    waiting.join(under_load(20))
+    waiting.join(extend_under_load(20))
     assert not waiting.is_alive()
     assert not slots.are_wanted()
     assert not Slots(tmp_path / "none", ranks=1, gpus=()).are_wanted()
@@ -98,14 +98,14 @@ def test_gpus_are_leased_to_one_holder_each(tmp_path):
     waiting.join(0.2)
     assert waiting.is_alive()
     second.release()
-    waiting.join(under_load(20))
+    waiting.join(extend_under_load(20))
     assert not waiting.is_alive()
     first.release()
 
 
 def test_nothing_is_waited_for_that_can_never_be(tmp_path):
     slots = Slots(tmp_path, ranks=None, gpus=("0",))
-    with slots.turn(ranks=100, gpus=2) as grant:
+    with slots.wait_for_free_slots(ranks=100, gpus=2) as grant:
         assert grant.gpus == ()
         assert grant.files == ()
 

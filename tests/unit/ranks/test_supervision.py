@@ -1,6 +1,7 @@
 """What a supervisor receives from ranks, and what it passes on, without any process."""
 
 import os
+import threading
 import time
 from multiprocessing.connection import Pipe
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from pytest_fsdp_comm.options import DistributedSettings
 from pytest_fsdp_comm.ranks.session.supervision import Supervision
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.load import under_load
+from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 from pytest_fsdp_comm.ranks.wire.messages import RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import (
     Activity,
@@ -78,11 +79,46 @@ def rank(supervision):
     return supervision.server.rank
 
 
+@pytest.fixture
+def spawned(spec, pytestconfig):
+    server = NoServer()
+    supervision = Supervision(spec, server, server.connections, pytestconfig, are_spawned=True)
+    yield supervision
+    supervision.end(0.0)
+
+
+def test_deadline_counts_from_the_start_of_the_test(spawned):
+    rank, ago = spawned.server.rank, time.monotonic() - 100
+    rank.send(messages.TestBegun())
+    end = messages.TestEnded(payloads=(), escaped=None)
+    timer = threading.Timer(0.2, rank.send, [end])
+    timer.start()
+    results = spawned.run(started_at=ago, timeout_s=extend_under_load(20))
+    timer.join()
+    assert (results[1].stopped, results[1].is_done) == (None, True)
+
+
+def test_deadline_of_a_begun_test_holds(spawned):
+    spawned.server.rank.send(messages.TestBegun())
+    results = spawned.run(started_at=time.monotonic(), timeout_s=0.1)
+    assert results[1].stopped is Stopped.AT_DEADLINE
+    assert not results[1].is_starting
+    assert results[1].position.activity is Activity.SILENT
+
+
+def test_spawned_rank_may_only_start_for_so_long(spawned, monkeypatch):
+    monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.STARTS_WITHIN_S", 0.1)
+    results = spawned.run(started_at=time.monotonic(), timeout_s=extend_under_load(60))
+    assert results[1].stopped is Stopped.AT_DEADLINE
+    assert results[1].is_starting
+    assert results[1].position.activity is Activity.STARTS
+
+
 @pytest.mark.parametrize("outcome", ["failed", "passed"])
 def test_failure_received_with_the_end_counts(supervision, rank, outcome):
     rank.send(PhaseReport(report={"outcome": outcome}))
     rank.send(messages.TestEnded(payloads=(), escaped=None))
-    results = supervision.run(started_at=time.monotonic(), timeout_s=under_load(20))
+    results = supervision.run(started_at=time.monotonic(), timeout_s=extend_under_load(20))
     assert [report.has_failed for report in results[1].reports] == [outcome == "failed"]
     assert supervision.is_reusable == (outcome == "passed")
 
@@ -94,7 +130,7 @@ def end_test_when_located(supervision, rank, monkeypatch):
         rank.send(PhaseReport(report={"outcome": "failed"}))
         rank.send(messages.TestEnded(payloads=(), escaped=None))
 
-    monkeypatch.setattr(supervision, "_locate", locate)
+    monkeypatch.setattr(supervision, "_locate_ranks", locate)
 
 
 def test_rank_that_ends_at_the_deadline_is_late(supervision, rank, monkeypatch):
@@ -109,7 +145,7 @@ def test_messages_while_ranks_are_located_count(supervision, rank, monkeypatch):
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
     rank.send(PhaseReport(report={"outcome": "failed"}))
     end_test_when_located(supervision, rank, monkeypatch)
-    results = supervision.run(started_at=time.monotonic(), timeout_s=under_load(20))
+    results = supervision.run(started_at=time.monotonic(), timeout_s=extend_under_load(20))
     assert [report.has_failed for report in results[1].reports] == [True, True]
     assert results[1].stopped is None
     assert results[1].position.activity is Activity.HAS_ENDED
@@ -127,9 +163,9 @@ def test_grace_waits_for_a_rank_that_reports(supervision, rank, monkeypatch, is_
             rank.send(messages.TestEnded(payloads=(), escaped=None))
         return {1: Position(site="", is_reporting=is_reporting)}
 
-    monkeypatch.setattr(supervision, "_ask", ask)
-    monkeypatch.setattr(supervision, "_locate", lambda: None)
-    results = supervision.run(started_at=time.monotonic(), timeout_s=under_load(20))
+    monkeypatch.setattr(supervision, "_ask_positions", ask)
+    monkeypatch.setattr(supervision, "_locate_ranks", lambda: None)
+    results = supervision.run(started_at=time.monotonic(), timeout_s=extend_under_load(20))
     assert results[1].stopped is (None if is_reporting else Stopped.AFTER_FAILURE)
     assert len(asked) == (3 if is_reporting else 1)
 
@@ -154,8 +190,8 @@ def test_stranded_rank_is_stopped_if_seen_twice(supervision, rank, monkeypatch, 
         return answers.pop(0)
 
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.find_stranded", find)
-    monkeypatch.setattr(supervision, "_ask", lambda *_, **__: {})
-    result = supervision.run(started_at=time.monotonic(), timeout_s=under_load(20))[1]
+    monkeypatch.setattr(supervision, "_ask_positions", lambda *_, **__: {})
+    result = supervision.run(started_at=time.monotonic(), timeout_s=extend_under_load(20))[1]
     assert (result.stopped, answers) == (stopped, [])
     assert result.waited_for == (() if stopped is None else (0,))
 
@@ -167,9 +203,9 @@ def test_ended_rank_with_a_late_answer_is_asked_again(supervision, monkeypatch):
         asked.append((len(ranks), how))
         return {}
 
-    monkeypatch.setattr(supervision, "_ask", ask)
+    monkeypatch.setattr(supervision, "_ask_positions", ask)
     supervision._results[1].is_done = True
-    supervision._locate()
+    supervision._locate_ranks()
     # The last question is for ranks that hold the GIL.
     assert [(count, how.get("with_groups", False)) for count, how in asked] == [
         (1, False),
@@ -183,7 +219,7 @@ def test_interrupt_shows_the_test_and_its_ranks(supervision, monkeypatch):
     at = Position(site="it.py:1 in it", stack=("it.py:1 in it: sleep()",))
     reporter = SimpleNamespace(ensure_newline=lambda: None, write_line=shown.append)
     monkeypatch.setattr(supervision, "_reporter", reporter)
-    monkeypatch.setattr(supervision, "_ask", lambda ranks, **_: dict.fromkeys(ranks, at))
+    monkeypatch.setattr(supervision, "_ask_positions", lambda ranks, **_: dict.fromkeys(ranks, at))
     supervision._results[0] = RankResult(rank=0, is_done=True)
     supervision.show_interrupt("test_it.py::test_it[\x1b]", 4.2)
     assert shown == [

@@ -38,17 +38,19 @@ def merge(request):
         report.stop = at
         return report
 
-    def run(*ranks, are_forked=True):
+    def run(*ranks):
         results = {}
         for rank, (phases, changes) in enumerate(ranks):
             reports = tuple(PhaseReport(report={"phase": phase}) for phase in phases)
             results[rank] = RankResult(rank=rank, reports=reports, payloads=(), **changes)
-        return merge_reports(item, results, load, limit="7 s", are_forked=are_forked)
+        return merge_reports(item, results, load, limit="7 s")
 
     return run
 
 
 def rank(call=PASSED, text="", at=1.0, *, setup=PASSED, teardown=PASSED, sections=(), **changes):
+    if setup is None:
+        return [], changes
     phases = [("setup", setup, text if setup != PASSED else "", at, [])]
     if setup == PASSED and call is not None:
         phases.append(("call", call, text if call != PASSED else "", at, list(sections)))
@@ -143,7 +145,12 @@ def test_skip_in_teardown_is_not_a_skipped_test(merge):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"status": -9}, "rank 0 was killed by signal 9 (SIGKILL) during call"),
+        (
+            {"status": -9},
+            "rank 0 was killed by signal 9 (SIGKILL) during call, perhaps because memory ran out "
+            "(see dmesg)",
+        ),
+        ({"status": -15}, "rank 0 was killed by signal 15 (SIGTERM) during call"),
         ({"status": -200}, "rank 0 was killed by signal 200 (unknown) during call"),
         ({"status": 3}, "rank 0 exited with status 3 (os._exit, or a crash) during call"),
         ({"escaped": "Odd: enough"}, "rank 0 left the test with Odd: enough during call"),
@@ -163,7 +170,7 @@ def test_a_dead_rank_leads_and_says_how_it_died(merge, changes, text):
 @pytest.mark.parametrize(
     ("death", "says"),
     [
-        ({"status": -9}, "was killed by signal 9 (SIGKILL)"),
+        ({"status": -11}, "was killed by signal 11 (SIGSEGV)"),
         ({"escaped": "GeneratorExit"}, "left the test with GeneratorExit"),
     ],
 )
@@ -254,28 +261,38 @@ def test_a_deadline_shows_where_each_rank_is(merge):
     ]
 
 
-CALL = {"site": "a.py:1 in f", "code": "frame = query.collect()"}
+STARTING = {
+    "is_starting": True,
+    "phase_began_at": 2.0,
+    "ended_at": 302.0,
+    "position": Position(site="", stack=("c.py:3 in <module>",), activity=Activity.STARTS),
+}
 
 
-@pytest.mark.parametrize(
-    ("position", "is_named"),
-    [
-        (CALL, True),
-        (CALL | {"activity": Activity.HOLDS_GIL}, True),
-        (CALL | {"is_waiting": True}, False),
-        (CALL | {"is_reporting": True}, False),
-        (CALL | {"activity": Activity.REPORTS}, False),
-        (CALL | {"activity": Activity.SILENT}, False),
-        (CALL | {"code": "time.sleep(60)"}, False),
-        (CALL | {"code": "while not flag:"}, False),
-        ({"site": ""}, False),
-    ],
-)
-def test_hang_outside_torch_names_comm_start(merge, position, is_named):
-    late = {"stopped": Stopped.AT_DEADLINE, "position": Position(**position)}
-    advice = "--comm-start=spawn (ini fsdp_comm_start = spawn)."
-    assert merge(rank(None, **late))[1].longrepr.endswith(advice) == is_named
-    assert advice not in merge(rank(None, **late), are_forked=False)[1].longrepr
+def test_rank_that_never_began_leads_at_the_deadline(merge):
+    waiting = {"stopped": Stopped.AT_DEADLINE, "position": Position(site="", stack=("wait",))}
+    report = merge(
+        rank(None, **waiting),
+        rank(None, setup=None, stopped=Stopped.AT_DEADLINE, **STARTING),
+    )[0]
+    assert report.longrepr.splitlines() == [
+        "rank 1 did not begin the test within 300 s; all ranks were stopped.",
+        "rank 1 is still importing or collecting, at (innermost frame first):",
+        "    c.py:3 in <module>",
+        "rank 0 is at (innermost frame first):",
+        "    wait",
+        "rank 0 had not finished.",
+    ]
+
+
+def test_rank_that_dies_while_others_start(merge):
+    starting = rank(None, setup=None, stopped=Stopped.AFTER_FAILURE, **STARTING)
+    died = rank(None, setup=None, status=4, is_starting=True)
+    assert merge(starting, died)[0].longrepr.splitlines() == [
+        "rank 1 exited with status 4 (os._exit, or a crash) before it began the test",
+        "rank 0 was still importing or collecting when the test was stopped, at:",
+        "    c.py:3 in <module>",
+    ]
 
 
 def waits_at(site, seq):
@@ -459,6 +476,7 @@ def test_mismatch_is_omitted_if_a_rank_was_killed(merge, died):
 def test_uncaught_exception_needs_an_aborted_process(merge):
     printed = {"unreported": {"stderr": UNCAUGHT}, "ended_at": 1.0}
     assert lines(merge(rank(None, status=-9, **printed)))[0] == (
-        "rank 0 was killed by signal 9 (SIGKILL) during call"
+        "rank 0 was killed by signal 9 (SIGKILL) during call, perhaps because memory ran out "
+        "(see dmesg)"
     )
     assert lines(merge(rank(None, status=-6, **printed)))[0].endswith(f"(SIGABRT) during call{WHY}")

@@ -4,176 +4,258 @@ import re
 from dataclasses import replace
 
 import pytest
+from report_values import failure_of
 from sample_profiles import in_bfloat16, profile, reduced_often
 
 from pytest_fsdp_comm.comm.diff import compare
-from pytest_fsdp_comm.reports.changes import (
-    headline_of_steps,
-    render_comparison,
-    render_tree_changes,
+from pytest_fsdp_comm.reports.changes import render_comparison, render_tree_changes
+from pytest_fsdp_comm.reports.explanation import (
+    NO_SNAPSHOT,
+    Failure,
+    Statement,
+    failure_lines,
+    failure_sort_key,
+    join_failures,
+    shorten_statement,
+    summarize_changes,
+    write_headline,
 )
-from pytest_fsdp_comm.reports.explanation import FailureText, failure_lines, summary_lines
+from pytest_fsdp_comm.text.codec import from_json, to_json
 from pytest_fsdp_comm.tree.diff import TreeChange
 
 ACCEPT = "pytest --snapshot-update x"
 COMMAND = f"  accept: {ACCEPT}"
 
 
-def comm(changes=1, cost=(), **known):
-    return FailureText(
-        head="comm_mode differs from a.ws4.comm",
-        compared="comm_mode",
-        snapshot="a.ws4.comm",
-        cost=cost,
-        changes=tuple(f"layers.{n}: {known.pop('text', 'changed')}" for n in range(changes)),
-        causes=("one", "two"),
+def comm(changes=1, **known):
+    return failure_of(
+        change=tuple(f"layers.{n}: changed" for n in range(changes)),
+        likely=("one", "two"),
         **known,
     )
 
 
-def tree(changes=1):
-    return FailureText(
-        head="fsdp_tree differs from a.ws4.tree.comm",
+def tree(changes=1, **known):
+    return failure_of(
+        "fsdp_tree differs from a.ws4.tree.comm",
         compared="fsdp_tree",
-        snapshot="a.ws4.tree.comm",
-        changes=tuple(f"norm.{n}: becomes a root" for n in range(changes)),
+        change=tuple(f"norm.{n}: becomes a root" for n in range(changes)),
+        **known,
     )
 
 
 def missing(name):
-    return FailureText(head=f"there is no snapshot a.{name} yet", is_missing=True)
+    return Failure.from_error(f"there is no snapshot a.{name} yet", NO_SNAPSHOT)
+
+
+def lines_of(values, accept=ACCEPT, *, everything=False):
+    command, _, test = accept.rpartition(" ")
+    failure = join_failures(values, command=command and f"{command} ", test=test)
+    return failure_lines(failure, everything=everything)
 
 
 def test_failure_text_of_one_change_has_all_lines():
-    text = comm(cost=("+1 % bytes",), notes=("odd",))
-    assert failure_lines({"": text}, accept=ACCEPT, everything=True) == (
+    text = comm(cost=("+1 % bytes",), rest=("other: changed",), note=("odd",))
+    assert lines_of({"": text}, everything=True) == (
         "comm_mode differs from a.ws4.comm",
-        "  +1 % bytes",
         "  layers.0: changed",
         "  likely: one",
         "  likely: two",
+        "  cost: +1 % bytes",
+        "  other: changed",
         "  note: odd",
         COMMAND,
     )
 
 
 def test_eight_lines_end_with_the_command():
-    assert failure_lines({"comm": comm(9, cost=("a", "b", "c"))}, accept=ACCEPT) == (
+    """What is cut first: what comes last. The cause and the cost precede further changes."""
+    assert lines_of({"comm": comm(9, cost=("a", "b"), rest=("c",))}) == (
         "comm_mode differs from a.ws4.comm",
-        "  a",
-        "  b",
         "  layers.0: changed",
         "  layers.1: changed",
-        "  ... and 8 more lines (-vv)",
+        "  layers.2: changed",
         "  likely: one",
+        "  cost: a",
+        "  ... and 9 more lines (-vv)",
+        COMMAND,
+    )
+    assert lines_of({"": comm(2, cost=("a", "b"), rest=("c", "d"))}) == (
+        "comm_mode differs from a.ws4.comm",
+        "  layers.0: changed",
+        "  layers.1: changed",
+        "  likely: one",
+        "  cost: a",
+        "  cost: b",
+        "  ... and 3 more lines (-vv)",
         COMMAND,
     )
 
 
-def test_two_values_share_a_head_and_take_turns():
-    texts = {"comm": comm(5, cost=("+1 % bytes",)), "tree": tree(4)}
-    assert failure_lines(texts, accept="") == (
-        "comm_mode and fsdp_tree differ from a.ws4 (2 files)",
-        "  comm: +1 % bytes",
-        "  comm: layers.0: changed",
-        "  tree: norm.0: becomes a root",
-        "  comm: layers.1: changed",
-        "  tree: norm.1: becomes a root",
-        "  ... and 5 more changes (-vv)",
-        "  likely: one",
+def test_cause_of_first_change_is_kept():
+    """The first `likely:` line may be about a change that is not printed."""
+    changes = tuple(
+        Statement(severity="change", text=f"{name}: changed", causes=(cause,))
+        for name, cause in (("a", "two"), *((f"b{n}", "one") for n in range(8)))
     )
-    lines = failure_lines(texts, accept=ACCEPT, everything=True)
-    assert len(lines) == 1 + 1 + 5 + 4 + 2 + 1
+    failure = comm(0)
+    failure = replace(failure, statements=(*changes, *failure.statements))
+    lines = lines_of({"": failure})
+    assert lines[1] == "  a: changed"
+    assert "  likely: two" in lines
+    assert "  likely: one" not in lines
+
+
+def test_two_values_share_a_head_and_take_turns():
+    """The only recording needs no name."""
+    texts = {"comm": comm(5, cost=("+1 % bytes",)), "tree": tree(4)}
+    assert lines_of(texts, "") == (
+        "comm_mode and fsdp_tree differ from a.ws4 (2 files)",
+        "  layers.0: changed",
+        "  tree: norm.0: becomes a root",
+        "  layers.1: changed",
+        "  tree: norm.1: becomes a root",
+        "  likely: one",
+        "  cost: +1 % bytes",
+        "  ... and 6 more lines (-vv)",
+    )
+    assert len(lines_of(texts, everything=True)) == 1 + 1 + 5 + 4 + 2 + 1
+    stages = {"first": comm(cost=("+1 %",)), "second": comm(cost=("+2 %",))}
+    assert lines_of(stages, "")[1:] == (
+        "  first: layers.0: changed",
+        "  second: layers.0: changed",
+        "  likely: one",
+        "  likely: two",
+        "  cost: first: +1 %",
+        "  cost: second: +2 %",
+    )
 
 
 @pytest.mark.parametrize(
     ("training", "cost", "changes", "shown"),
     [
         # All fit: one more line is shortened, as "1 more" would take a line, too.
-        ([], [100, 90], [99], "100 90 99"),
-        ([130], [115, 100], [150], "130 115 100 150"),
-        ([], [115, 100], [180, 200], "115 100 180 200"),
+        ([], [100, 90], [99], "99 100 90"),
+        ([110], [115, 100], [120], "110 120 115 100"),
+        ([], [115, 100], [180, 140], "180 140 115 100"),
         # Whole lines say more than the beginnings of many.
-        ([], [115, 100], [130, 120, 110], "115 100 130 2"),
+        ([], [115, 100], [140, 130, 120, 110], "140 130 120 115 2"),
         # Lines about training are never shortened; hidden costs are counted.
-        ([170, 170], [115, 100], [130], "170 170 3"),
+        ([150, 150], [115, 100], [130], "150 150 3"),
         ([170, 200], [], [90], "170 2"),
     ],
 )
 def test_long_lines_are_cut_before_they_are_left_out(training, cost, changes, shown):
     def written(name, lengths):
-        return tuple(f"{name}{length} ".ljust(length - 2, "-") for length in lengths)
+        return tuple(
+            f"{name}{length} ".ljust(length, "-").replace("---", "-- ")[: length - 2]
+            for length in lengths
+        )
 
-    text = replace(
-        comm(0, cost=written("c", cost)),
-        training=written("t", training),
-        changes=written("x", changes),
-        causes=("l" * 100,),
+    text = failure_of(
+        breaks_training=written("t", training),
+        change=written("x", changes),
+        cost=written("c", cost),
+        likely=("l" * 100,),
     )
-    command = "pytest --snapshot-update " + "n" * 100
-    lines = failure_lines({"": text}, accept=command)
-    assert lines[-1] == f"  accept: {command}"
+    command = "pytest --snapshot-update " + "n" * 80
+    lines = lines_of({"": text}, command)
+    assert lines[-1].endswith(f": {command}")
     assert len(lines) <= 8
     assert sum(map(len, lines)) <= 660
-    assert " ".join(re.findall(r"\d+", " ".join(lines[1:-2]))) == shown
-    assert not [line for line in lines if line.startswith("  t") and line.endswith("...")]
+    rows = [line for line in lines[1:-1] if "likely" not in line]
+    assert " ".join(re.findall(r"\d+", " ".join(rows))) == shown
+    assert not [line for line in lines if "training: t" in line and line.endswith("...")]
 
 
-def test_line_that_is_cut_keeps_its_place():
-    sent = "lm_head split off from unit (root): " + "-" * 200
-    text = replace(comm(0), changes=(f"{sent}, at examples/train.py:43", f"{sent} at {'x' * 100}"))
-    _, first, second, *_ = failure_lines({"": text}, accept="n" * 300)
-    assert first.endswith("---... at examples/train.py:43")
-    assert second.endswith("---...")
-    assert abs(len(first) - len(second)) <= 1
+def test_line_that_is_cut_keeps_phase_kind_and_place():
+    names = ", ".join(f"model.layers.{{0,2}}.attention.{name}" for name in "qkv")
+    text = f"{names} and 4 more in forward, each: all_gather[dp] 1 -> 2 (+1), 1.0 -> 2.0 KiB"
+    called = Statement(severity="change", text=text, place="called from train.py:43")
+    short = "model.layers.{0,2}.attention.q and 6 more in forward, each: all_gather[dp]"
+    assert called.line(120) == f"  {short} 1 -> 2 (+1)..., called from train.py:43"
+    assert called.line(90) == f"  {short}..., called from train.py:43"
+    # It would not fit, but is not cut further.
+    assert called.line(40) == called.line(90)
+    failure = failure_of()
+    lines = lines_of({"": replace(failure, statements=(called,) * 5)}, "n" * 300)
+    assert all(line.endswith(", called from train.py:43") for line in lines[1:-2])
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "short"),
+    [
+        ("gradients of a, b.{0,1} and 3 more are gone", 33, "gradients of a and 4 more are..."),
+        ("breaks training: a.x, b.x: gone", 29, "breaks training: a.x and 1 more: gone"),
+        ("modules 0, {2,4}, 6 in forward: all_gather[dp] x", 40, "modules 0 and 2 more in forward"),
+        # The sentence names the kind further back.
+        (
+            "a in forward: now redistributed (P) -> (R) by all_reduce[tp]: 2 calls, 64 B",
+            40,
+            "a in forward: now redistributed (P) -> (R) by all_reduce[tp]...",
+        ),
+        # Lists that are not names, and a name that is too long.
+        ("x2 of 64 B float32, x1 of 8 B", 20, "x2 of 64 B..."),
+        (
+            "parameters[dp], gradients[dp] float32 -> bfloat16",
+            32,
+            "parameters[dp], gradients[dp]...",
+        ),
+        ("a" * 50 + " gone now", 20, "a" * 50 + "..."),
+    ],
+)
+def test_names_are_never_cut(text, most, short):
+    assert shorten_statement(text, most).startswith(short)
+    assert shorten_statement(text, 200) == text
 
 
 def test_a_value_without_a_file_has_a_head_of_its_own():
-    assert failure_lines({"comm": missing("comm"), "tree": missing("tree")}, accept=ACCEPT) == (
+    assert lines_of({"comm": missing("comm"), "tree": missing("tree")}) == (
         "2 comparisons failed",
         "  comm: there is no snapshot a.comm yet",
         "  tree: there is no snapshot a.tree yet",
         f"  record it: {ACCEPT}",
         "  then read the file, and commit it with the test",
     )
-    lines = failure_lines({"comm": comm(), "tree": missing("tree")}, accept=ACCEPT)
+    lines = lines_of({"comm": comm(), "tree": missing("tree")})
     assert lines[:4] == (
         "2 comparisons failed",
         "  comm: comm_mode differs from a.ws4.comm",
         "  tree: there is no snapshot a.tree yet",
-        "  comm: layers.0: changed",
+        "  layers.0: changed",
     )
     assert lines[-1] == COMMAND
 
 
 def test_missing_snapshots_keep_the_command_to_record():
     texts = {
-        name: FailureText(
-            head=f"there is no snapshot snapshots/tests/test_models/test_step.ws4.{name} yet",
-            changes=(f"  was the test renamed? git mv {'a' * 100} {'b' * 100}",),
-            is_missing=True,
+        name: Failure.from_error(
+            f"there is no snapshot snapshots/tests/test_models/test_step.ws4.{name} yet\n"
+            f"  was the test renamed? git mv {'a' * 100} {'b' * 100}",
+            NO_SNAPSHOT,
         )
         for name in ("comm", "tree")
     }
     accept = "pytest --snapshot-update tests/test_models.py::test_step"
-    lines = failure_lines(texts, accept=accept)
+    lines = lines_of(texts, accept)
     assert [line.partition(":")[0].strip() for line in lines] == [
         *("2 comparisons failed", "comm", "tree", "comm", "tree"),
         *("record it", "then read the file, and commit it with the test"),
     ]
     assert sum(map(len, lines)) <= 660
-    assert len(failure_lines(texts, accept=accept, everything=True)) == 7
+    assert len(lines_of(texts, accept, everything=True)) == 7
 
 
 def test_an_error_is_shown_as_it_is():
-    text = FailureText.of_text("first\n  second\nthird")
-    assert failure_lines({"comm": text}, accept="") == ("first", "  second", "third")
+    text = Failure.from_error("first\n  second\nthird", "odd")
+    assert lines_of({"comm": text}, "") == ("first", "  second", "third")
+    assert write_headline(text) == "odd"
 
 
 def test_scope_is_in_head_and_cure_above_command():
-    relaxed = comm().within("sizes apart", "pass the option")
-    assert relaxed.head == "comm_mode differs from a.ws4.comm, sizes apart"
-    lines = failure_lines({"comm": relaxed, "tree": tree()}, accept=ACCEPT)
+    head = "comm_mode differs from a.ws4.comm, sizes apart"
+    relaxed = failure_of(head, snapshot="a.ws4.comm", scope="sizes apart", fix=("pass the option",))
+    lines = lines_of({"comm": relaxed, "tree": tree()})
     assert lines[0] == "comm_mode and fsdp_tree differ from a.ws4 (2 files), sizes apart"
     assert lines[-2:] == ("  fix: pass the option", COMMAND)
 
@@ -196,40 +278,85 @@ def test_regression_comes_first_with_its_cause():
     comparison = compare(old, reduced_often(in_bfloat16(old)))
     explained = render_comparison(comparison, snapshot="x")
     reduced = "gradients of (root), layers.{0..2} reduced 1 -> 4 times (reduce_scatter)"
-    assert headline_of_steps(comparison) == f"{reduced}, gathers unchanged, 1 more change"
-    assert [line.partition("; likely: ")[0] for line in explained.summaries] == [
-        f"{reduced}, gathers unchanged",
-        "parameters[dp], gradients[dp] float32 -> bfloat16, x1/2 bytes",
+    reduced = f"{reduced}, gathered as often as before"
+    assert write_headline(explained) == f"{reduced}, 1 more change"
+    summaries = summarize_changes(explained)
+    assert [line.partition("; likely: ")[0] for line in summaries] == [
+        reduced,
+        "parameters[dp], gradients[dp] float32 -> bfloat16, half the bytes",
     ]
-    causes = [line.partition("; likely: ")[2] for line in explained.summaries]
+    causes = [line.partition("; likely: ")[2] for line in summaries]
     assert causes[0].startswith("reduced in each micro-batch, or in several backwards of one")
     assert causes[1] == "MixedPrecisionPolicy, or the dtype of the model's parameters"
     # The same order on the terminal, before what it costs.
-    assert explained.training[0].startswith(reduced)
-    assert "bfloat16" in explained.training[1]
-    assert explained.differences == (*explained.training, *explained.cost)
+    severities = [row.severity for row in explained.rows]
+    assert severities[:2] == ["change", "change"]
+    assert {*severities[2:4]} == {"likely"}
+    assert {*severities[4:]} == {"cost"}
+    assert explained.body[0] == f"  {reduced}"
 
 
-def breaking(text, *lines):
-    return replace(text, training=lines, summaries=(*lines, *text.summaries))
-
-
-def test_training_change_comes_before_cost():
+def test_training_change_comes_before_others():
     """Trees come after recordings, and costs are cut before what breaks training."""
     texts = {
-        "tree": breaking(tree(3), "lora: no longer managed"),
-        "comm": breaking(comm(3, cost=("+1 % in all", "more")), "gradients lost", "and late"),
+        "tree": tree(3, breaks_training=("lora: no longer managed",)),
+        "comm": comm(
+            3, cost=("+1 % in all", "more"), breaks_training=("gradients lost", "and late")
+        ),
     }
-    first = ["  comm: gradients lost", "  comm: and late", "  tree: lora: no longer managed"]
-    whole = failure_lines(texts, accept="", everything=True)
-    assert list(whole[1:6]) == [*first, "  comm: +1 % in all", "  comm: more"]
-    assert list(failure_lines(texts, accept=ACCEPT)[1:4]) == first
-    assert summary_lines(texts.values()) == (
-        "gradients lost",
-        "and late",
-        "lora: no longer managed",
+    first = [
+        "  breaks training: gradients lost",
+        "  breaks training: and late",
+        "  breaks training: tree: lora: no longer managed",
+    ]
+    lines = lines_of(texts, everything=True)
+    assert [*lines[1:4]] == first
+    assert [*lines[-3:-1]] == ["  cost: +1 % in all", "  cost: more"]
+    assert lines[-1] == f"  accept, although it breaks training: {ACCEPT}"
+    assert [*lines_of(texts)[1:4]] == first
+    many = {"": comm(3, cost=("+1 %",), breaks_training=[f"lost {n}" for n in range(9)])}
+    lines = lines_of(many)
+    assert lines[1:5] == tuple(f"  breaks training: lost {n}" for n in range(4))
+    assert lines[5:7] == ("  likely: one", "  ... and 10 more lines (-vv)")
+
+
+def test_ranks_that_diverge_come_first():
+    """They are worse than what breaks training on all ranks."""
+    diverging = "ranks diverge at call #2 over dp: rank 1 gathers layers.2, rank 0 layers.1"
+    failure = comm(breaks_training=("gradients lost",), ranks_diverge=(diverging,))
+    lines = lines_of({"": failure})
+    assert lines[1:3] == (f"  {diverging}", "  breaks training: gradients lost")
+    assert failure.severity == "ranks diverge"
+    assert write_headline(failure) == f"{diverging}, 2 more changes"
+
+
+def test_sort_keys_differ_only_if_training_is_wrong():
+    diverging, broken = comm(ranks_diverge=("x",)), comm(breaks_training=("x",))
+    others = [comm(), comm(0), missing("tree"), Failure.from_error("x"), None]
+    first, second, *rest = map(failure_sort_key, (diverging, broken, *others))
+    assert first < second < min(rest)
+    assert len({*rest}) == 1
+
+
+def test_failure_survives_json():
+    failure = join_failures(
+        {"comm": comm(breaks_training=("x",), cost=("y",)), "tree": missing("tree")},
+        command="pytest ",
+        test="t",
     )
-    many = {"": breaking(comm(3, cost=("+1 %",)), *(f"lost {n}" for n in range(9)))}
-    lines = failure_lines(many, accept=ACCEPT)
-    assert lines[1:5] == tuple(f"  lost {n}" for n in range(4))
-    assert lines[5] == "  ... and 9 more lines (-vv)"
+    assert from_json(Failure, to_json(failure)) == failure
+    assert write_headline(failure) == "breaks training: x, 1 more change; tree: no snapshot yet"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["::stop-commands::x", "##[error]x", "\r::error::x", "\n ::error::x", "\x1b[31m##vso[x]"],
+)
+def test_names_start_no_commands_in_a_failure(name):
+    severities = ("breaks training", "change", "likely", "cost", "rest", "note", "fix")
+    statements = tuple(Statement(severity=severity, text=name) for severity in severities)
+    failure = Failure(head=name, compared="comm_mode", statements=statements)
+    lines = [*failure_lines(failure, everything=True), *failure_lines(failure)]
+    for line in (*lines, write_headline(failure), *(entry.summary for entry in statements)):
+        assert line.isprintable()
+        assert not re.search(r"^\s*::|##\w*\[", line)

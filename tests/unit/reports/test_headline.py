@@ -7,7 +7,8 @@ from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import Change, Comparison, compare
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.profile import Row
-from pytest_fsdp_comm.reports.changes import headline, headline_of_steps
+from pytest_fsdp_comm.reports.changes import render_comparison, render_tree_changes
+from pytest_fsdp_comm.reports.explanation import join_failures, write_headline
 from pytest_fsdp_comm.tree.diff import TreeChange
 
 
@@ -55,7 +56,7 @@ PEAK = Change(
 )
 LAYERS = ("layers.0", "layers.1")
 CASES = {
-    "the largest first, over all phases, and how many others": (
+    "the largest first, and how many others": (
         [
             counted("a", 0, 1),
             counted("lm_head", 0, 4),
@@ -63,22 +64,24 @@ CASES = {
             counted("lm_head", 0, 1, "reduce_scatter[dp]", Phase.BACKWARD),
             PEAK,
         ],
-        "lm_head: +8 all_gather, 3 more changes",
+        "lm_head in forward: all_gather[dp] 0 -> 4 (+4), 0 -> 4.0 KiB per rank, 4 more changes",
     ),
-    "an unshard repeats its all-gather": (
-        [counted("a", 2, 1), reshards("a", 2, 1)],
-        "a: -1 all_gather",
+    "an unshard after its all-gather": (
+        [reshards("a", 2, 1), counted("a", 2, 1)],
+        "a in forward: all_gather[dp] 2 -> 1 (-1), 2.0 -> 1.0 KiB per rank, 1 more change",
     ),
-    "an unshard alone": ([reshards("a", 2, 1)], "a: -1 unshard"),
-    "of several modules": ([counted(LAYERS, 1, 2)], "layers.{0..1}: +1 all_gather each"),
+    "an unshard alone": ([reshards("a", 2, 1)], "a in forward: unsharded, 2 -> 1 times (-1)"),
+    "of several modules": (
+        [counted(LAYERS, 1, 2)],
+        "layers.{0..1} in forward, each: all_gather[dp] 1 -> 2 (+1), 1.0 -> 2.0 KiB per rank",
+    ),
     "of modules with unlike names": (
         [counted(("a", "b", None), 1, 2)],
-        "a and 2 more: +1 all_gather each",
+        "a, b, (no-module) in forward, each: all_gather[dp] 1 -> 2 (+1), 1.0 -> 2.0 KiB per rank",
     ),
-    "of no module": ([counted(None, 1, 2)], "(no-module): +1 all_gather"),
     "an axis where there are several": (
         [counted("a", 1, 5), counted("a", 1, 2, "all_gather[tp]")],
-        "a: +4 all_gather[dp], 1 more change",
+        "a in forward: all_gather[dp] 1 -> 5 (+4), 1.0 -> 5.0 KiB per rank, 1 more change",
     ),
     "bytes": (
         [change("a", amounts(calls(2, 512)), amounts(calls(2, 1024)))],
@@ -86,7 +89,7 @@ CASES = {
     ),
     "from one phase to another": (
         [counted("a", 1, 0), counted("a", 0, 1, phase=Phase.BACKWARD)],
-        "a in backward: all_gather[dp] 0 -> 1 (+1), 0 -> 1.0 KiB per rank",
+        "a in backward: all_gather[dp] 0 -> 1 (+1), 0 -> 1.0 KiB per rank, 1 more change",
     ),
     "an element type": (
         [change("a", amounts(calls(2)), amounts(calls(2, dtype="bfloat16")))],
@@ -107,30 +110,49 @@ CASES = {
             TreeChange(subject="lm_head", what="becomes a root"),
             TreeChange(subject="a", what="gone"),
         ],
-        "lm_head: becomes a root, 1 more change",
+        "tree: lm_head: becomes a root, 1 more change",
     ),
     "a recording before its tree": (
         [TreeChange(subject="lm_head", what="becomes a root"), counted("a", 1, 2)],
-        "a: +1 all_gather, 1 more change",
+        "a in forward: all_gather[dp] 1 -> 2 (+1), 1.0 -> 2.0 KiB per rank, 1 more change",
+    ),
+    "what breaks training, of the tree too": (
+        [
+            counted("a", 1, 2),
+            TreeChange(subject="a", what="no longer managed by a unit", breaks_training=True),
+        ],
+        "breaks training: tree: a: no longer managed by a unit, 1 more change",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "text"), CASES.values(), ids=CASES)
 def test_the_headline_is(changes, text):
-    assert headline(changes) == text
+    """It is the first line of the failure, and says how many changes follow."""
+    sent = tuple(change for change in changes if isinstance(change, Change))
+    trees = [change for change in changes if not isinstance(change, Change)]
+    failures = {
+        "tree": render_tree_changes(trees, snapshot="s"),
+        "comm": render_comparison(Comparison(changes=sent, remaining=sent), snapshot="s"),
+    }
+    failure = join_failures(failures, command="", test="")
+    assert write_headline(failure) == text
+    first = failure.lines[1].strip()
+    assert text.startswith(first)
+
+
+def headline_of(old, new):
+    return write_headline(render_comparison(compare(old, new), snapshot="s"))
 
 
 def test_a_change_of_the_whole_is_its_own_headline():
     old = profile()
-    assert headline_of_steps(compare(old, profile(5))) == (
+    assert headline_of(old, profile(5)) == (
         "layers: 3 -> 5 modules, the new ones like their siblings"
     )
-    assert (
-        headline_of_steps(compare(old, renamed(twice(old))))
-        == "module layers renamed to blocks, 1 more change"
+    assert headline_of(old, renamed(twice(old))) == (
+        "module layers renamed to blocks, 1 more change"
     )
-    # Of single modules, the largest change says more.
-    for new in (kept(old), profile(extra=[unit("head", 64)])):
-        assert not headline_of_steps(compare(old, new))
-    assert not headline_of_steps(Comparison(changes=()))
+    assert headline_of(old, kept(old)).startswith("layers.{0..2} no longer resharded")
+    assert headline_of(old, profile(extra=[unit("head", 64)])).startswith("head ")
+    assert not write_headline(render_comparison(Comparison(changes=()), snapshot="s"))

@@ -11,7 +11,9 @@ from texts import parse_comm
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import (
+    Beside,
     Collective,
+    HostWait,
     Phase,
     Recording,
     Redistribution,
@@ -28,11 +30,12 @@ from pytest_fsdp_comm.comm.profile import (
     Site,
     fold,
     merge,
+    remove_activation_sizes,
     sort_rows,
-    without_activation_sizes,
 )
 from pytest_fsdp_comm.errors import FsdpCommError, SnapshotFormatError
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
+from pytest_fsdp_comm.snapshots.documents import SnapshotText, differs
 from pytest_fsdp_comm.text.codec import from_json, to_json
 
 names = st.one_of(
@@ -44,6 +47,10 @@ axes = st.sampled_from(
     ["dp", "tp", "world", "odd axis", "a=b", "[x]", "%41", "\x07", "\ufeff", "\x85é"]
 )
 kinds = st.sampled_from(["all_gather", "send", "broadcast", "unknown:odd_op", "barrier"])
+
+
+# Ranks of one test are all simulated, or none is.
+SIMULATED = st.just(True)  # noqa: FBT003  # a value
 
 
 def layouts(name):
@@ -66,7 +73,22 @@ def with_what_its_kind_has(event):
 
 
 @st.composite
-def recordings(draw, rank=0):
+def recordings(draw, rank=0, overlap=st.booleans()):  # noqa: B008  # strategies are immutable
+    shows_overlap = draw(overlap)
+    waits = draw(
+        st.lists(
+            st.builds(
+                HostWait,
+                index=st.just(0),
+                way=st.sampled_from(["item", "copy_to_host"]),
+                owner=names,
+                issued_in=names,
+                phase=st.sampled_from(Phase),
+                call_site=st.sampled_from(["", "a.py:1"]),
+            ),
+            max_size=3 if shows_overlap else 0,
+        )
+    )
     collectives = draw(
         st.lists(
             st.builds(
@@ -89,6 +111,8 @@ def recordings(draw, rank=0):
                 source=st.sampled_from(Source),
                 call_site=st.sampled_from(["", "a.py:1"]),
                 role=st.sampled_from([None, *Role]),
+                exposed=st.booleans() if shows_overlap else st.none(),
+                beside=st.sampled_from([(), (Beside(module="a", flops=2),)]),
             ).map(with_what_its_kind_has),
             max_size=8,
         )
@@ -136,6 +160,8 @@ def recordings(draw, rank=0):
         collectives=tuple(collectives),
         reshards=tuple(reshards),
         redistributions=tuple(moves),
+        shows_overlap=shows_overlap,
+        host_waits=tuple(waits),
         timings=(("all", 0.5),),
         notes=("a note",),
     )
@@ -153,7 +179,7 @@ def test_a_profile_survives_json_and_text(recording):
     assert loaded == profile
     assert [row.sites for row in loaded.rows] == [row.sites for row in profile.rows]
     assert parse_comm(format_profile(profile)) == profile
-    relaxed = without_activation_sizes(profile)
+    relaxed = remove_activation_sizes(profile)
     assert parse_comm(format_profile(relaxed)) == relaxed
 
 
@@ -163,7 +189,7 @@ RANKS = st.sets(st.integers(0, 3), min_size=1).map(lambda ranks: tuple(sorted(ra
 
 @given(st.data(), RANKS)
 def test_a_profile_of_different_ranks_survives_text(data, ranks):
-    shapes = data.draw(st.lists(recordings(), min_size=1, max_size=3))
+    shapes = data.draw(st.lists(recordings(overlap=SIMULATED), min_size=1, max_size=3))
     profile = merge(
         [fold(replace(data.draw(st.sampled_from(shapes)), rank=rank)) for rank in ranks]
     )
@@ -175,7 +201,7 @@ def test_a_profile_of_different_ranks_survives_text(data, ranks):
     assert compare(found, profile).changes == ()
 
 
-@given(recordings(rank=0), recordings(rank=1), recordings(rank=2))
+@given(*(recordings(rank=rank, overlap=SIMULATED) for rank in range(3)))
 def test_format_ranks_with_disjoint_rows_round_trips(first, second, third):
     profile = merge([fold(recording) for recording in (first, second, third)])
     assert parse_comm(format_profile(profile)) == profile
@@ -248,7 +274,7 @@ ACTIVATIONS = (
     Calls(count=1, nbytes=64, dtype="float32", role="gradients"),
     Calls(count=1, nbytes=64, dtype="float32"),
 )
-RELAXED = without_activation_sizes(profile_of(row("a", calls=tuple(sorted(ACTIVATIONS)))))
+RELAXED = remove_activation_sizes(profile_of(row("a", calls=tuple(sorted(ACTIVATIONS)))))
 # The bytes of the totals are those of the three other calls.
 RELAXED_TEXT = """\
 # pytest-fsdp-comm 2 comm | torch 2.13.0, gloo (not compared)
@@ -271,7 +297,7 @@ def test_total_of_unsized_calls_is_not_0_bytes():
 def test_activations_without_sizes_have_one_text():
     assert format_profile(RELAXED) == RELAXED_TEXT
     assert parse_comm(RELAXED_TEXT) == RELAXED
-    assert without_activation_sizes(RELAXED) == RELAXED
+    assert remove_activation_sizes(RELAXED) == RELAXED
 
 
 @pytest.mark.parametrize(
@@ -300,6 +326,54 @@ def test_activations_without_sizes_have_one_text():
 def test_sizes_that_do_not_fit_the_header_are_refused(old, new, complaint):
     text = RELAXED_TEXT.replace(old, new)
     assert text != RELAXED_TEXT
+    with pytest.raises(SnapshotFormatError) as caught:
+        parse_comm(text, where="f.comm")
+    assert complaint in str(caught.value)
+
+
+OVERLAP_TEXT = """\
+# pytest-fsdp-comm 2 comm | torch 2.13.0, fake (not compared)
+world_size 4
+mesh dp=4 stride 1
+overlap known
+forward a all_gather[dp] x2 of 64 B float32 ahead 1, x1 of 64 B float32 ahead 1 exposed
+forward a host_wait item x2
+forward b host_wait copy_to_host x1
+total all_gather[dp] x3 192 B
+end
+"""
+
+
+def test_overlap_survives_text():
+    profile = parse_comm(OVERLAP_TEXT)
+    assert profile.shows_overlap
+    assert [row.exposed_nbytes for row in profile.rows] == [64, 0, 0]
+    assert [row.what for row in profile.rows] == ["all_gather", "item", "copy_to_host"]
+    assert format_profile(profile).splitlines()[1:] == OVERLAP_TEXT.splitlines()[1:]
+
+
+@pytest.mark.parametrize(
+    ("removed", "complaint"),
+    [
+        (
+            ("overlap known\n",),
+            "line 4: it reads 'forward a all_gather[dp] x2 of 64 B float32 ahead 1, x1 of 64 B "
+            "float32 ahead 1 exposed'; expected a line 'overlap known' above, without which a "
+            "snapshot has neither 'exposed' nor 'host_wait'",
+        ),
+        (
+            ("overlap known\n", " exposed"),
+            "line 5: it reads 'forward a host_wait item x2'; expected a line 'overlap known'",
+        ),
+        ((" known",), "line 4: it reads 'overlap'; expected something like '<phase> <module>"),
+        (("item ",), "line 6: it reads 'forward a host_wait x2'; expected something like"),
+        ((" ahead 1 exposed",), "line 5: it reads 'forward a all_gather[dp] x2"),
+    ],
+)
+def test_overlap_words_need_their_line(removed, complaint):
+    text = OVERLAP_TEXT
+    for part in removed:
+        text = text.replace(part, "")
     with pytest.raises(SnapshotFormatError) as caught:
         parse_comm(text, where="f.comm")
     assert complaint in str(caught.value)
@@ -344,6 +418,8 @@ def test_a_long_name_moves_no_other_line():
         (TEXT.replace("stride 1\n", "stride 1\nmesh tp=2 stride 2\n"), "line 4: it reads 'mesh tp"),
         (TEXT.replace("mesh dp=4 stride 1\n", ""), "expected an axis that has a 'mesh' line above"),
         (TEXT.replace("dp=4 stride 1", "dp=4"), "'mesh dp=4'; expected 'mesh dp=4 stride 1'"),
+        (TEXT.replace("dp=4 stride 1", "dp=4 stride 1 groups 1"), "expected 'mesh dp=4 stride 1'"),
+        (TEXT.replace("dp=4 stride 1", "dp=4 stride 1 groups x"), "expected 'mesh dp=4 stride 1'"),
         (TEXT.replace("dp=4 stride 1", "dp=1 stride 2"), "; expected 'mesh dp=1'"),
         (TEXT.replace("dp=4 stride 1", "dp=2 ranks 0,2"), "dp=2 ranks 0,2'; expected 'mesh dp=2 s"),
         ("", "f.comm, line 1: the file is empty; expected a snapshot"),
@@ -378,3 +454,14 @@ def test_json_of_another_kind_or_version_is_refused():
 def test_sites_are_for_reading_not_for_comparing():
     site = Site(issued_in="a", call_site="b.py:1", calls=Calls(nbytes=1, dtype="float32", count=1))
     assert profile_of(row("a", sites=(site,))) == profile_of(row("a"))
+
+
+def test_groups_of_an_axis_are_compared():
+    """A file without a number of groups means one group."""
+    old = SnapshotText(TEXT, where="old")
+    text = TEXT.replace("dp=4 stride 1", "dp=4 stride 1 groups 3")
+    new = SnapshotText(text, where="new")
+    assert [axis.num_groups for axis in new.profile.mesh_axes] == [3]
+    assert format_profile(new.profile).splitlines()[1:] == text.splitlines()[1:]
+    assert differs(old, new)
+    assert not differs(new, SnapshotText(format_profile(new.profile), where="again"))

@@ -20,12 +20,11 @@ from pytest_fsdp_comm.snapshots.documents import SnapshotText
     ],
 )
 def test_another_torch_is_named_in_the_first_line(recorded, now, said):
-    old = SnapshotText.of(replace(profile(), torch_version=recorded), where="old")
+    old = SnapshotText.from_profile(replace(profile(), torch_version=recorded), where="old")
     new = replace(twice(profile()), torch_version=now)
     # The version comes out of the file, whose first line is free otherwise.
     reviewed = SnapshotText(str(old), where="old").profile
-    found = explain_profiles((reviewed, new), where="old.comm")
-    explanation = found.explanation
-    assert explanation.head == f"comm_mode differs from old.comm{said}"
+    failure = explain_profiles((reviewed, new), where="old.comm")
+    assert failure.head == f"comm_mode differs from old.comm{said}"
     free = str(old).replace(" | torch", " | a note of ours: torch")
     assert SnapshotText(free, where="old").profile.torch_version == ""

@@ -21,6 +21,7 @@ mesh x=2x2 stride 8x1
 mesh cp=3 ranks 0,3,5 | 1,2,4
 ranks 0-55:8/16
 async unknown
+overlap known
 answered 1.0 to train:make.<locals>.Model.forward (item)
 backward (no-module) unknown:foo[] x1 of 64 B
 outside (no-module) all_to_all[] x1 of 8 B float32
@@ -28,6 +29,8 @@ forward a.{0..3} all_gather[dp.post_forward] x2 of float32 activations, x1 of ob
 outside (root) recv[pp] x12 of 512 B float32 peer -1
 outside (root) broadcast[world] x1 of 64 B int64 async root 0
 outside (root) reduce[world] x1 of 64 B int64 root 0 by max in the last of 4 backwards, x1 by avg
+outside (root) reduce[world] x1 of 64 B int64 root 0 by max in the last of 4 backwards exposed
+optimizer (no-module) host_wait copy_to_host x3 ranks 0,2
 total all_to_all[ep] x4 0 B, sum of 4 ranks
 total all_to_all[ep] x4 8 B and 3 of unknown size, sum of 4 ranks
 total broadcast[world] x1 of unknown size
@@ -42,6 +45,8 @@ WRONG = """
 forward a all_gather x1
 forward a all_gather[dp] x0
 forwards a reshard x1
+forward a all_gather[dp] x1 exposed async
+forward a host_wait item
 total all_gather[dp] x1
 unit a fsdp2
 """

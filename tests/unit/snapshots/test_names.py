@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from pytest_fsdp_comm.snapshots.names import (
     PART,
     basename,
-    named_module,
+    directory_to_module,
+    escape_test_name,
+    module_to_directory,
     read_basename,
-    written_module,
-    written_test,
 )
 
 
@@ -58,7 +58,7 @@ def test_long_names_are_cut_and_stay_apart():
 @given(st.text(max_size=200), st.one_of(st.integers(0, 3), st.text(min_size=1, max_size=80)))
 def test_read_basename_returns_test_and_variant(params, index):
     test = f"TestLlama.test_it[{params}]"
-    assert read_basename(basename(test, "ws4", index)) == (written_test(test), "ws4")
+    assert read_basename(basename(test, "ws4", index)) == (escape_test_name(test), "ws4")
 
 
 def test_parts_of_an_index_are_separated_by_dots():
@@ -90,6 +90,6 @@ ROOT = Path("/home/me/project")
     ],
 )
 def test_the_directory_mirrors_the_path_of_the_module(module, directory):
-    written = written_module(Path(module), ROOT)
+    written = module_to_directory(Path(module), ROOT)
     assert str(written) == directory
-    assert named_module(written, ROOT) == Path(module) or not module.endswith(".py")
+    assert directory_to_module(written, ROOT) == Path(module) or not module.endswith(".py")

@@ -138,7 +138,7 @@ def test_trees_of_ranks_round_trip(data, ranks):
     text = format_profile(profile)
     found = parse_trees(text)
     assert found == parse_trees(text.replace("\n", "\r\n")) == profile
-    assert {rank: found.restricted([rank]).common for rank in ranks} == facts
+    assert {rank: found.restrict([rank]).common for rank in ranks} == facts
     assert found.recorded_ranks == (() if len(ranks) == found.world_size else ranks)
     assert format_profile(found).partition("\n")[2] == text.partition("\n")[2]
     assert not compare(found, profile)
@@ -168,9 +168,9 @@ def test_trees_are_merged_as_each_with_each(data, ranks):
     whole = merge(facts)
     assert whole == naively_merged(facts)
     part = naively_merged({rank: facts[rank] for rank in ranks})
-    assert whole.restricted(ranks) == part
+    assert whole.restrict(ranks) == part
     # In the order of their lowest ranks, which `==` does not see.
-    assert list(whole.restricted(ranks).trees) == list(part.trees)
+    assert list(whole.restrict(ranks).trees) == list(part.trees)
 
 
 @given(trees(), trees())

@@ -4,7 +4,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pytest_fsdp_comm.text.words import show_growth, show_nbytes, show_nbytes_change
+from pytest_fsdp_comm.text.words import (
+    show_flops,
+    show_growth,
+    show_nbytes,
+    show_nbytes_change,
+    show_nbytes_of,
+)
 
 KIB, MIB = 1024, 1024**2
 
@@ -88,3 +94,33 @@ def test_growth_never_rounds_to_unchanged(old, new):
     assert (growth == "-100 %") == (new == 0 < old)
     assert growth not in {"+0.0 %", "-0.0 %", "+0 %", "-0 %"}
     assert (growth.startswith("-") or growth.endswith(" fewer")) == (new < old)
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"),
+    [
+        (3 * 2**30, 51 * 2**30, "3.0 of 51.0 GiB"),
+        (512 * 2**20, 2**30, "512.0 MiB of 1.0 GiB"),
+        (8, 24, "8 of 24 B"),
+        (8, 8 * 1024, "8 B of 8.0 KiB"),
+        (2**20, 2**20, "1.0 of 1.0 MiB"),
+    ],
+)
+def test_part_of_bytes_has_its_unit_only_if_needed(part, whole, text):
+    assert show_nbytes_of(part, whole) == text
+
+
+@pytest.mark.parametrize(
+    ("flops", "text"),
+    [
+        (0, "0 FLOP"),
+        (999, "999 FLOP"),
+        (1_000, "1.0 kFLOP"),
+        (999_949, "999.9 kFLOP"),
+        (999_950, "1.0 MFLOP"),
+        (28_500_000_000, "28.5 GFLOP"),
+        (10**19, "10000.0 PFLOP"),
+    ],
+)
+def test_flops_have_one_decimal(flops, text):
+    assert show_flops(flops) == text

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from pytest_fsdp_comm.text.rank_lists import (
     RANKS_PATTERN,
-    fold_equal,
+    find_runs,
+    group_ranks_by_text,
     name_ranks,
     read_ranks,
-    runs_of,
     write_ranks,
 )
 
@@ -26,14 +26,14 @@ from pytest_fsdp_comm.text.rank_lists import (
     ],
 )
 def test_consecutive_numbers_form_runs(numbers, runs):
-    assert runs_of(numbers) == runs
+    assert find_runs(numbers) == runs
 
 
 def test_ranks_are_named_in_ascending_order():
     assert name_ranks((3, 0, 2)) == "ranks 0, 2-3"
     assert name_ranks([12]) == "rank 12"
     assert name_ranks(range(0, 64, 8)) == "ranks 0-56/8"
-    assert fold_equal({2: "b", 1: "a", 0: "b"}) == [([0, 2], "b"), ([1], "a")]
+    assert group_ranks_by_text({2: "b", 1: "a", 0: "b"}) == [([0, 2], "b"), ([1], "a")]
 
 
 def blocks(first, length, distance, count):

@@ -13,14 +13,26 @@
   for (const tools of document.querySelectorAll("[data-script]")) tools.hidden = false;
   for (const list of document.querySelectorAll(".listing")) list.open = false;
 
-  for (const input of document.querySelectorAll("[data-filters]")) {
-    const rows = [...document.querySelectorAll(`#${input.dataset.filters} tbody tr`)];
-    const output = input.parentElement.querySelector("output");
-    input.addEventListener("input", () => {
-      const wanted = input.value.toLowerCase();
-      for (const row of rows) row.hidden = !row.textContent.toLowerCase().includes(wanted);
+  for (const tools of document.querySelectorAll("[data-filters]")) {
+    const rows = [...document.querySelectorAll(`#${tools.dataset.filters} tbody tr`)];
+    const text = tools.querySelector("input");
+    const choices = [...tools.querySelectorAll("select")];
+    tools.addEventListener("input", () => {
+      const wanted = text.value.toLowerCase();
+      for (const row of rows) {
+        const isChosen = choices.every(({ id, value }) => !value || row.dataset[id] === value);
+        row.hidden = !(isChosen && row.textContent.toLowerCase().includes(wanted));
+      }
       const matches = rows.filter((row) => !row.hidden).length;
-      output.value = wanted ? `${matches} of ${rows.length}` : "";
+      tools.querySelector("output").value = matches < rows.length ? `${matches} of ${rows.length}` : "";
+    });
+  }
+
+  for (const button of document.querySelectorAll("[data-copies]")) {
+    button.addEventListener("click", () => {
+      // Select the command as well, so that the user can copy it if the browser refuses.
+      getSelection().selectAllChildren(button.previousElementSibling);
+      button.textContent = document.execCommand("copy") ? "Copied" : "Press Ctrl+C";
     });
   }
 
@@ -41,8 +53,8 @@
   }
 
   const data = JSON.parse(document.getElementById("data")?.textContent ?? '{"sections":{}}');
-  const allEntries = data.entries?.map(([operation, module, phase, axis, nbytes]) => ({
-    operation, module, phase, axis, nbytes,
+  const allEntries = data.entries?.map(([operation, module, phase, axis, nbytes, overlap = ""]) => ({
+    operation, module, phase, axis, nbytes, overlap,
   }));
   for (const [id, section] of Object.entries(data.sections)) {
     if (section.timelines.length) begin(document.getElementById(`${id}-time`), section);
@@ -156,25 +168,63 @@
       figure.querySelector("[data-peak]").textContent = note;
     }
 
+    const ordered = entries.map((entry, at) => ({ ...entry, at }));
     for (const axis of [...new Set(entries.map((entry) => entry.axis))].filter(Boolean).sort()) {
-      const sent = entries.map((entry, at) => ({ ...entry, at })).filter((entry) => entry.axis === axis);
-      const row = add(drawing, "axis");
+      const sent = ordered.filter((entry) => entry.axis === axis);
+      const exposed = sent.filter((entry) => entry.overlap === "exposed");
+      const sum = (calls) => calls.reduce((total, entry) => total + entry.nbytes, 0);
+      const amount = (calls) => (sum(calls) ? `, ${bytes(sum(calls))}` : "");
+      const part = exposed.length ? `; ${exposed.length} exposed${amount(exposed)}` : "";
+      const row = addRow(drawing, axis, ` ${sent.length} collectives${amount(sent)}${part}`, sent, count);
       row.dataset.axis = axis;
-      const total = sent.reduce((sum, entry) => sum + entry.nbytes, 0);
-      const cap = add(row, "cap", ` ${sent.length} collectives${total ? `, ${bytes(total)}` : ""}`);
-      cap.prepend(Object.assign(document.createElement("b"), { textContent: axis }));
-      const strokes = shape(row, 2 * count, 40);
-      path(strokes, "base", `M0 20H${2 * count}`);
+      const strokes = row.querySelector("svg");
       for (const phase of new Set(sent.map((entry) => entry.phase))) {
+        const ofPhase = sent.filter((entry) => entry.phase === phase);
         for (const [name, kinds, line] of STROKES) {
-          const calls = sent.filter((entry) => entry.phase === phase && kinds.test(entry.operation));
-          const stroke = path(strokes, `stroke ${name}`, calls.map(({ at }) => `M${2 * at + 1} ${line}`).join(""));
-          stroke.dataset.phase = phase;
+          const calls = ofPhase.filter((entry) => kinds.test(entry.operation));
+          for (const [mark, isExposed] of [["", false], [" exposed", true]]) {
+            const drawn = calls.filter((entry) => (entry.overlap === "exposed") === isExposed);
+            marks(strokes, `stroke ${name}${mark}`, drawn, phase, line);
+          }
         }
+        marks(strokes, "dot", ofPhase.filter((entry) => entry.overlap === "exposed"), phase, "20h0");
+      }
+    }
+
+    const waits = ordered.filter((entry) => entry.operation.startsWith("host_wait "));
+    if (waits.length) {
+      const times = waits.length === 1 ? "once" : `${waits.length} times`;
+      const row = addRow(drawing, "host", ` waits for the GPU ${times}`, waits, count);
+      for (const phase of new Set(waits.map((entry) => entry.phase))) {
+        marks(row.querySelector("svg"), "stroke wait", waits.filter((entry) => entry.phase === phase), phase, "4V36");
       }
     }
     add(track, "cursor");
     return gatheredBytes;
+  }
+
+  // Adds a row of strokes, whose title describes the event nearest to the pointer.
+  function addRow(drawing, name, text, events, count) {
+    const row = add(drawing, "axis");
+    add(row, "cap", text).prepend(Object.assign(document.createElement("b"), { textContent: name }));
+    path(shape(row, 2 * count, 40), "base", `M0 20H${2 * count}`);
+    row.addEventListener("mousemove", ({ clientX }) => {
+      const box = row.getBoundingClientRect();
+      const distance = ({ at }) => Math.abs(at + 0.5 - ((clientX - box.left) / box.width) * count);
+      const nearest = events.reduce((best, event) => (distance(event) < distance(best) ? event : best));
+      row.title = `${nearest.at + 1} of ${count}: ${describe(nearest)}`;
+    });
+    return row;
+  }
+
+  function marks(parent, name, events, phase, line) {
+    if (!events.length) return;
+    path(parent, name, events.map(({ at }) => `M${2 * at + 1} ${line}`).join("")).dataset.phase = phase;
+  }
+
+  function describe(entry) {
+    const call = `${entry.operation}${entry.axis && `[${entry.axis}]`} of ${nameOf(entry)}, ${entry.phase}`;
+    return `${call}${entry.nbytes ? `, ${bytes(entry.nbytes)}` : ""}${entry.overlap && `, ${entry.overlap}`}`;
   }
 
   // Computes when each unit is gathered, its lane, and the gathered bytes after each entry.
@@ -229,8 +279,7 @@
       const entry = entries[at];
       const text = isHidden(entry)
         ? "the filters hide all events here"
-        : `${at + 1} of ${entries.length}: ${entry.operation}${entry.axis && `[${entry.axis}]`} of ${nameOf(entry)}, ` +
-          `${entry.phase}${entry.nbytes ? `, ${bytes(entry.nbytes)}` : ""}; ${bytes(gatheredBytes[at])} gathered`;
+        : `${at + 1} of ${entries.length}: ${describe(entry)}; ${bytes(gatheredBytes[at])} gathered`;
       output.value = text;
       range.setAttribute("aria-valuetext", text);
       place(cursor, at + 0.5, 0, entries.length);

@@ -1,5 +1,7 @@
 """Read the commit of a run, and its URLs, from variables of CI."""
 
+import os
+
 import pytest
 
 from pytest_fsdp_comm.reports.ci.outcomes import Origin, Place, read_origin
@@ -25,6 +27,10 @@ def test_origin_addresses_on_github_and_gitlab():
         commit="abc", branch="faster", address="https://github.com/o/r", top="/checkout"
     )
     assert github.commit_address == "https://github.com/o/r/commit/abc"
+    own = read_origin(GITHUB | {"GITHUB_SERVER_URL": "http://git.local"})
+    assert own.address == "http://git.local/o/r"
+    run = read_origin(GITHUB | {"GITHUB_RUN_ID": "7"}).run_address
+    assert run == "https://github.com/o/r/actions/runs/7#artifacts"
     assert (
         github.line_address(Place(path="a b.py", line=7))
         == "https://github.com/o/r/blob/abc/a%20b.py#L7"
@@ -32,17 +38,35 @@ def test_origin_addresses_on_github_and_gitlab():
     gitlab = read_origin(GITLAB)
     assert (gitlab.branch, gitlab.top) == ("main", "/builds/o/r")
     assert gitlab.commit_address == "https://gitlab.com/o/r/-/commit/abc"
+    job = read_origin(GITLAB | {"CI_JOB_ID": "9"}).run_address
+    assert job == "https://gitlab.com/o/r/-/jobs/9/artifacts/browse"
+    odd = '9"> <'
+    for variables in (GITHUB | {"GITHUB_RUN_ID": odd}, GITLAB | {"CI_JOB_ID": odd}):
+        assert "/9%22%3E%20%3C" in read_origin(variables).run_address
     assert (
         gitlab.line_address(Place(path="a.py", line=7))
         == "https://gitlab.com/o/r/-/blob/abc/a.py#L7"
     )
 
 
+def test_addresses_hold_bytes_that_are_not_utf8():
+    """Linux passes them as lone surrogates, which cannot be encoded as UTF-8."""
+    origin = read_origin(GITHUB | {"GITHUB_SHA": os.fsdecode(b"ab\xe9")})
+    place = Place(path=os.fsdecode(b"caf\xe9/\xc3\xa9.py"), line=7)
+    assert origin.line_address(place) == "https://github.com/o/r/blob/ab%E9/caf%E9/%C3%A9.py#L7"
+    assert origin.commit_address == "https://github.com/o/r/commit/ab%E9"
+
+
 @pytest.mark.parametrize(
     "given",
-    [{}, GITHUB | {"GITHUB_SHA": ""}, GITLAB | {"CI_PROJECT_URL": "javascript:alert(1)//"}],
+    [
+        {"GITHUB_RUN_ID": "7"},
+        GITHUB | {"GITHUB_SHA": ""},
+        GITLAB | {"CI_PROJECT_URL": "javascript:alert(1)//", "CI_JOB_ID": "9"},
+    ],
 )
 def test_what_is_unknown_or_no_address_is_no_link(given):
     origin = read_origin(given)
     place = Place(path="a.py", line=1)
     assert (origin.address, origin.commit_address, origin.line_address(place)) == ("", "", "")
+    assert origin.run_address == ""

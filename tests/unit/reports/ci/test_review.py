@@ -6,39 +6,40 @@ import re
 
 import pytest
 from markdown_it import MarkdownIt
+from report_values import failure_of
 
 from pytest_fsdp_comm.reports.ci.outcomes import (
-    Comparisons,
     FailedTest,
     Origin,
     Outcomes,
     Place,
 )
-from pytest_fsdp_comm.reports.ci.review import annotate, fenced, plain, render_summary
+from pytest_fsdp_comm.reports.ci.review import annotate, escape_text, fence, render_summary
+from pytest_fsdp_comm.reports.explanation import write_headline
 
 HOSTILE = "tests/a b.py::test_x[`|<b>_*~#@me [x](y) \\ &amp; ![](z) :tada: \x1b[31m\n|]"
 ORIGIN = Origin(commit="abc123", address="https://github.com/o/r")
 
 
+COST = ("+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB)", "peak gathered unchanged")
+
+
 def failed(
     nodeid="tests/test_a.py::test_x",
-    explanation=("comm_mode differs", "  a: +1"),
+    changes=("a: +1 all_gather",),
     path="tests/test_a.py",
     command="pytest --snapshot-update ",
+    cost=COST,
+    **texts,
 ):
-    comparisons = Comparisons(
-        files=("snapshots/a.comm",),
-        headline="a: +1 all_gather",
-        explanation=tuple(explanation),
-        cost=("+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB)", "peak gathered unchanged"),
-        accept=f'{command}"{nodeid}"',
-        test=f'"{nodeid}"',
+    failure = failure_of(
+        "comm_mode differs", change=changes, cost=cost, command=command, test=f'"{nodeid}"', **texts
     )
     return FailedTest(
         nodeid=nodeid,
-        reason=comparisons.headline,
+        reason=write_headline(failure),
         place=Place(path=path, line=12),
-        comparisons=comparisons,
+        failure=failure,
     )
 
 
@@ -73,10 +74,9 @@ def test_summary_failed_test_has_row_and_explanation():
         "test what differs cost "
         "tests/test_a.py::test_x a: +1 all_gather "
         "+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB) peak gathered unchanged "
-        "tests/test_a.py::test_x comm_mode differs a: +1 "
-        'To accept it: pytest --snapshot-update "tests/test_a.py::test_x" '
-        "If the tests ran with --comm-artifacts=DIRECTORY , fsdp-comm accept DIRECTORY accepts all "
-        "changes without another run."
+        "tests/test_a.py::test_x comm_mode differs a: +1 all_gather "
+        "cost: +63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB) cost: peak gathered unchanged "
+        'To accept it: pytest --snapshot-update "tests/test_a.py::test_x"'
     )
     address = '<a href="https://github.com/o/r/blob/abc123/tests/test_a.py#L12">'
     assert address in rendered(text)
@@ -84,6 +84,29 @@ def test_summary_failed_test_has_row_and_explanation():
     # Spaces in URLs are escaped.
     odd = render_summary(outcomes(failed(path='a "b"|.py')), ORIGIN)
     assert "/blob/abc123/a%20%22b%22%7C.py#L12" in odd
+
+
+def test_summary_says_what_to_do_with_saved_directories():
+    saved = {"artifacts": "ci files", "report": "out/index.html"}
+    text = shown(render_summary(outcomes(failed(), **saved), Origin()))
+    assert text.endswith(
+        "The report out/index.html is in the artifacts of this run, if the job saves it. To accept "
+        "all changes without another run, download 'ci files' from the artifacts of this run, then "
+        "run fsdp-comm accept 'ci files' ."
+    )
+    origin = dataclasses.replace(
+        ORIGIN, run_address="https://github.com/o/r/actions/runs/7#artifacts"
+    )
+    page = rendered(render_summary(outcomes(failed(), **saved), origin))
+    assert page.count(f'<a href="{origin.run_address}">the artifacts of this run</a>') == 2
+    other = FailedTest(nodeid="t.py::test_y", reason="rank 1 died", place=None)
+    refused = failed("t.py::test_z", command="")
+    for test in (other, refused):
+        text = render_summary(outcomes(test, **saved), ORIGIN)
+        assert "fsdp-comm accept" not in text
+        assert "The report <code>out/index.html</code> is in" in text
+    assert "fsdp-comm accept" in render_summary(outcomes(other, failed(), refused, **saved), ORIGIN)
+    assert "artifacts" not in render_summary(outcomes(failed()), origin)
 
 
 def test_summary_other_failures_unused_and_early_end():
@@ -103,13 +126,16 @@ def test_summary_other_failures_unused_and_early_end():
     assert "t.py::test_y rank 1 died" in said
     assert "1 snapshot file unused" in said
     assert "snapshots/a_b.comm" in said
+    assert text.endswith("removes them:\n\n- <code>snapshots/a_b.comm</code>\n\n")
+    many = render_summary(outcomes(unused=("a.comm",) * 53), ORIGIN)
+    assert many.count("a.comm") == 50
+    assert many.endswith("<code>a.comm</code>\n- 3 more\n\n")
 
 
 def test_names_are_never_rendered_as_markup():
-    fence = "a\n````\n<b>b</b>"
-    text = render_summary(
-        outcomes(failed(HOSTILE, explanation=[fence, HOSTILE, "</details>"])), ORIGIN
-    )
+    ticks = "a\n````\n<b>b</b>"
+    test = failed(HOSTILE, [ticks, HOSTILE, "</details>"])
+    text = render_summary(outcomes(test, artifacts=HOSTILE, report=HOSTILE), ORIGIN)
     page = rendered(text)
     assert page.count("<tr>") == 2
     assert len(re.findall("<td", page)) == 3
@@ -119,14 +145,14 @@ def test_names_are_never_rendered_as_markup():
     assert page.count("</details>") == 1
     assert "\x1b" not in page
     name = " ".join(HOSTILE.replace("\x1b", "\\x1b").split())
-    assert shown(plain(HOSTILE)) == name
+    assert shown(escape_text(HOSTILE)) == name
     assert name in shown(text)
-    assert rendered(fenced(fence)).count("<pre>") == 1
+    assert rendered(fence(ticks)).count("<pre>") == 1
 
 
 def test_a_summary_is_bounded_and_counts_what_it_drops():
     tests = [
-        failed(f"tests/test_a.py::test_{number}", explanation=["", f"{number}" + "é" * 30_000])
+        failed(f"tests/test_a.py::test_{number}", [f"{number}" + "é" * 30_000])
         for number in range(250)
     ]
     text = render_summary(outcomes(*tests), ORIGIN)
@@ -144,14 +170,13 @@ SIX = [f"tests/test_{name}.py::test_x[{number}]" for name in "ab" for number in 
 def test_a_change_of_six_tests_is_told_once():
     # Each has its own file, and its own line of the loop that the same module runs in.
     tests = [
-        failed(
-            nodeid, [f"comm_mode differs from {n}", f"  a: +1, at tests/test_{nodeid[11]}.py:{n}"]
-        )
+        failed(nodeid, [f"a: +1, at tests/test_{nodeid[11]}.py:{n}"])
         for n, nodeid in enumerate(SIX)
     ]
     text = shown(render_summary(outcomes(*tests), ORIGIN))
     assert "in 6 tests by 1 change" in text
-    assert text.count("a: +1, at") == 1
+    # In the table, above the list and in the explanation.
+    assert text.count("a: +1, at") == 3
     assert text.count("To accept it: ") == 1
     six = " ".join(f'"{nodeid}"' for nodeid in SIX)
     assert f"pytest --snapshot-update {six}" in text
@@ -167,48 +192,47 @@ def test_a_change_of_six_tests_is_told_once():
 @pytest.mark.parametrize(
     "line",
     # Another module, size, call site, cause, or nothing more.
-    ["  b: +1, at m.py:1", "  a: +2, at m.py:1", "  a: +1, at m.py:2", "  likely: x", "  a: +1"],
+    ["b: +1, at m.py:1", "a: +2, at m.py:1", "a: +1, at m.py:2", "x", "a: +1"],
 )
 def test_changes_that_look_alike_are_told_apart(line):
-    one = failed(SIX[0], ["", "  +1 %", "  a: +1, at m.py:1"])
+    one = failed(SIX[0], ["a: +1, at m.py:1"])
     for nodeid in (SIX[1], SIX[4]):
-        assert len(outcomes(one, failed(nodeid, ["", "  +1 %", line])).changes) == 2
+        assert len(outcomes(one, failed(nodeid, [line])).changes) == 2
+        # Another cause, or a change that breaks training.
+        for severity in ("likely", "breaks_training"):
+            other = failed(nodeid, ["a: +1, at m.py:1"], **{severity: ("x",)})
+            assert len(outcomes(one, other).changes) == 2
         # What is not compared, or to be done, belongs to one test.
-        same = failed(nodeid, [*one.comparisons.explanation, "  note: x", "  fix: y"])
+        same = failed(nodeid, ["a: +1, at m.py:1"], note=("x",), fix=("y",))
         assert len(outcomes(one, same).changes) == 1
 
 
 COSTS = ("+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB)",), ("x4.0 bytes in all", "peak")
-MOVED = "  head split off from unit (root): {}"
+MOVED = "head split off from unit (root): {}"
 
 
 @pytest.mark.parametrize(
     ("before", "after", "is_same"),
     [
         (MOVED.format("2 calls, 20.0 KiB in total"), MOVED.format("1 call of 96 B"), True),
-        ("  head 10.1 -> 40.2 KiB per gather", "  head 64 B -> 1.0 MiB per gather", True),
-        ("  head 10.1 -> 40.2 KiB per gather", "  head 1.0 MiB -> 64 B per gather", False),
+        ("head 10.1 -> 40.2 KiB per gather", "head 64 B -> 1.0 MiB per gather", True),
+        ("head 10.1 -> 40.2 KiB per gather", "head 1.0 MiB -> 64 B per gather", False),
         (
-            "  head in forward: all_gather[dp] 1 -> 2",
-            "  head in forward: all_gather[dp] 1 -> 3",
+            "head in forward: all_gather[dp] 1 -> 2",
+            "head in forward: all_gather[dp] 1 -> 3",
             False,
         ),
         (
             MOVED.format("2 calls"),
-            "  head split off from unit layers.0: 2 calls",
+            "head split off from unit layers.0: 2 calls",
             False,
         ),
-        # Without a change, the cost is all there is.
-        (None, None, False),
     ],
 )
 def test_group_of_tests_ignores_their_amounts(before, after, is_same):
     tests = []
     for nodeid, line, cost in zip(SIX, (before, after), COSTS, strict=False):
-        story = ["comm_mode differs", *(f"  {one}" for one in cost), *([line] if line else [])]
-        one = failed(nodeid, story)
-        comparisons = dataclasses.replace(one.comparisons, cost=cost)
-        tests.append(dataclasses.replace(one, comparisons=comparisons))
+        tests.append(failed(nodeid, [line], cost=cost))
     assert len(outcomes(*tests).changes) == 2 - is_same
     said = shown(render_summary(outcomes(*tests), ORIGIN))
     # Once in the table, once above the explanation.
@@ -292,3 +316,26 @@ def test_annotate_hostile_text_stays_in_one_line():
     assert line.isprintable()
     assert len(line) < 4_400
     assert line.endswith(" more characters")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["::stop-commands::x", "##[error]x", "\r::error::x", "\n ::error::x", "\x1b[31m##vso[x]"],
+)
+def test_names_start_no_commands_in_reports(name):
+    """The summary may be printed to the log, and the runner reads the annotations from it."""
+    place = Place(path=name, line=7)
+    test = failed(nodeid=name, changes=(name,), path=name, cost=(name,))
+    tests = [
+        dataclasses.replace(test, nodeid=f"{name}{number}", reason=name) for number in range(2)
+    ]
+    tests[0] = dataclasses.replace(tests[0], sent=((place, name),))
+    results = outcomes(*tests, unused=(name,), ended_early=name)
+    annotations = annotate(results)
+    assert annotations
+    assert all(line.startswith("::error file=") for line in annotations)
+    lines = [line.removeprefix("::error file=") for line in annotations]
+    lines += render_summary(results, ORIGIN).splitlines()
+    for line in lines:
+        assert line.isprintable()
+        assert not re.search(r"^\s*::|##\w*\[", line)

@@ -6,12 +6,28 @@ from dataclasses import replace
 
 import pytest
 from page_checks import check_page
-from report_values import KIB, compared, profile_of, read, record_step, result
+from report_values import (
+    KIB,
+    compared,
+    failure_of,
+    profile_of,
+    read,
+    record_step,
+    result,
+    with_overlap,
+)
 
 from pytest_fsdp_comm.comm.cost import cost_of_change
+from pytest_fsdp_comm.comm.events import Beside
 from pytest_fsdp_comm.reports.ci.outcomes import Origin
-from pytest_fsdp_comm.reports.explanation import FailureText
-from pytest_fsdp_comm.reports.html.pages import page_name, render_pages, status_of
+from pytest_fsdp_comm.reports.explanation import Failure, Statement
+from pytest_fsdp_comm.reports.html import pages
+from pytest_fsdp_comm.reports.html.pages import (
+    page_name,
+    render_pages,
+    render_single_page,
+    status_of,
+)
 from pytest_fsdp_comm.reports.html.tables import (
     cost_rows,
     differing_modules,
@@ -31,7 +47,7 @@ from pytest_fsdp_comm.text.fqn import name_owners
 HOSTILE = "</script><img src=x onerror=alert(1)>&\"'{{7*7}}\N{BUG}\u2028\udc80"
 
 
-HOSTILE_TEXT = {"head": HOSTILE, "changes": (HOSTILE,), "causes": (HOSTILE,)}
+HOSTILE_TEXT = {"head": HOSTILE, "change": (HOSTILE,), "likely": (HOSTILE,)}
 
 
 def pages_of(*results, **changes):
@@ -74,8 +90,8 @@ def test_page_is_complete_and_small_for_any_model(layers):
 def test_hostile_names_cannot_break_out_of_a_page():
     recording = record_step(2, name=HOSTILE)
     # Text is written with escapes in snapshots, but as it is in timelines.
-    one = compared(recording, recording, text=FailureText(**HOSTILE_TEXT))
-    one = replace(one, name=HOSTILE, file=HOSTILE, headline=HOSTILE)
+    one = compared(recording, recording, failure=failure_of(**HOSTILE_TEXT))
+    one = replace(one, name=HOSTILE, file=HOSTILE)
     bad = result(one, nodeid=f"t.py::t[{HOSTILE}]", problem=HOSTILE, message=HOSTILE)
     index, tests = pages_of(bad, command=HOSTILE)
     for page in (index, *tests.values()):
@@ -88,7 +104,7 @@ def test_hostile_names_cannot_break_out_of_a_page():
 
 
 def test_index_lists_failures_first_with_result_words():
-    same = compared(record_step(2), record_step(2), verdict="same", text=None, headline="")
+    same = compared(record_step(2), record_step(2), verdict="same", failure=None)
     results = (
         result(outcome="skipped", nodeid="t.py::skipped"),
         result(same, outcome="passed", nodeid="t.py::same"),
@@ -107,6 +123,112 @@ def test_index_lists_failures_first_with_result_words():
     check_page(index)
 
 
+@pytest.mark.parametrize("message", ["", "ValueError: x"])
+def test_failed_test_without_calls_has_no_bytes(message):
+    unused = {"mesh_axes": (), "collectives": (), "reshards": ()}
+    nothing = replace(record_step(0), peak_gathered_nbytes=0, **unused)
+    outcome = "failed" if message else "passed"
+    index, _ = pages_of(result(compared(nothing, nothing), outcome=outcome, message=message))
+    assert (re.findall(r">(\S+ B)<", index) == ["0 B"] * 2) == (not message)
+    one = compared(record_step(1), record_step(2))
+    index, _ = pages_of(result(one, outcome=outcome, message=message))
+    assert re.findall(r">after ([^<]+)<", index) == ["33.0 KiB", "16.0 KiB"]
+
+
+def test_world_size_is_that_of_the_recordings():
+    one = compared(record_step(1), record_step(2))
+    lost = replace(one, old="", new="")
+    cases = {
+        (): "2 ranks",
+        (one,): "4 ranks",
+        (one, lost): "4 ranks",
+        (lost,): "2 ranks",
+    }
+    for values, words in cases.items():
+        test = result(*values)
+        test = replace(test, record=replace(test.record, world_size=2))
+        (page,) = pages_of(test)[1].values()
+        assert re.findall(r"<span>(\d+ ranks?)\b", page) == [words]
+
+
+def test_index_has_the_cost_of_a_later_comparison():
+    one = compared(record_step(1), record_step(2))
+    index, _ = pages_of(result(*[replace(one, old="", new="")] * 12, one))
+    assert re.findall(r">after ([^<]+)<", index) == ["33.0 KiB", "16.0 KiB"]
+
+
+def test_single_page_has_as_many_tests_as_its_index(monkeypatch):
+    monkeypatch.setattr(pages, "_MAX_TESTS", 2)
+    results = [result(outcome="passed", nodeid=f"t.py::test_{number}") for number in range(5)]
+    text = render_single_page(Run(tests=results), read)
+    check_page(text)
+    assert re.findall(r'<a href="#(t\d+-)">', text) == ["t0-", "t1-"]
+    assert re.findall(r'id="(t\d+-)"', text) == ["t0-", "t1-"]
+    assert "The 3 tests with the best results are not listed" in text
+
+
+def test_single_page_has_the_index_and_all_tests():
+    timelines = (timeline_of(record_step(2)),)
+    results = (
+        result(outcome="passed", nodeid="t.py::passed"),
+        result(
+            compared(record_step(2), record_step(4), timelines=timelines),
+            compared(record_step(2), record_step(3), timelines=timelines),
+            nodeid="t.py::differs",
+            problem="E  assert 0",
+        ),
+        result(compared(record_step(1), record_step(2)), nodeid="t.py::other"),
+    )
+    text = render_single_page(Run(tests=results, versions="torch 2.13.0"), read)
+    page = check_page(text)
+    names = re.findall(r'<a href="#(t\d+-)">(\w+)</a>', text)
+    assert names == [("t1-", "differs"), ("t2-", "other"), ("t0-", "passed")]
+    assert {*page.ids} >= {"t0-", "t1-", "t1-v0", "t1-v1", "t1-failure", "t2-v0"}
+    assert {*data_of(text)["sections"]} == {"t1-v0", "t1-v1", "t2-v0"}
+    assert "tests/" not in "".join(page.links)
+    assert "torch 2.13.0" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "title"),
+    [
+        ({}, "Communication"),
+        ({"name": "tree", "kind": "tree"}, "Sharding"),
+        ({"name": "second"}, "Communication: second"),
+        ({"file": "snapshots/test_x/test_y.ws4.evaluation.comm"}, "Communication: evaluation"),
+    ],
+)
+def test_section_title_names_the_snapshot(fields, title):
+    one = compared(record_step(1), record_step(2), **fields)
+    _, tests = pages_of(result(one))
+    (page,) = tests.values()
+    assert re.findall(r'<h2 id="v0">(.*?)</h2>', page) == [title]
+
+
+def test_index_puts_broken_training_first_with_a_badge():
+    """Even if the change was accepted; a page about it marks its line."""
+    change = failure_of(change=("layers.{0,2} changed",))
+    lost = failure_of(breaks_training=("gradients of layers.{0,2} are no longer reduced",))
+    both = (record_step(2), record_step(3))
+    names = ("updated", "same_severity", "differs")
+    index, tests = pages_of(
+        result(compared(*both, failure=change), nodeid="t.py::same_severity"),
+        result(
+            compared(*both, failure=change),
+            compared(*both, failure=lost, name="other"),
+            nodeid="t.py::differs",
+        ),
+        result(compared(*both, verdict="updated", failure=lost), nodeid="t.py::updated"),
+    )
+    found = re.findall(r'scope="row"><a [^>]*>(\w+)</a>', "".join(index).replace("<wbr>", ""))
+    assert found == ["differs", "updated", "same_severity"]
+    assert {*found} == {*names}
+    assert index.count('<b class="badge">breaks training</b>') == 2
+    page = next(page for name, page in tests.items() if "differs" in name)
+    assert "<li>breaks training: gradients of layers.{0,2} are no longer reduced</li>" in page
+    check_page(index)
+
+
 MODULES = ", ".join(
     f"model.transformer.decoder.layers.{{0..15}}.attention.{name}" for name in "qkv"
 )
@@ -115,8 +237,26 @@ MODULES = ", ".join(
 @pytest.mark.parametrize(
     ("line", "shown"),
     [
-        (f"{MODULES} and 9 more in forward, each: x 1 -> 2", "x 1 -> 2; model.transformer"),
-        (f"{MODULES}: gradients gathered in full", "gradients gathered in full; model.transformer"),
+        (
+            f"{MODULES} and 9 more in forward, each: x 1 -> 2",
+            "model.transformer.decoder.layers.{0..15}.attention.q and 11 more in forward, each: "
+            "x 1 -> 2</td>",
+        ),
+        (
+            f"{MODULES}: gradients gathered in full",
+            "model.transformer.decoder.layers.{0..15}.attention.q and 2 more: gradients gathered "
+            "in full</td>",
+        ),
+        # A name with a comma in braces is one name.
+        (
+            f"model.layers.{{0,2}}.attention.q, {MODULES} in backward: x 1 -> 2",
+            "model.layers.{0,2}.attention.q and 3 more in backward: x 1 -> 2</td>",
+        ),
+        (
+            f"{MODULES.replace('0..15', '0,2,5')} and 9 more in forward, each: x 1 -> 2",
+            "model.transformer.decoder.layers.{0,2,5}.attention.q and 11 more in forward, each: "
+            "x 1 -> 2</td>",
+        ),
         (
             f"gradients of {MODULES} and 9 more are no longer reduced over dp",
             "gradients of model.transformer.decoder.layers.{0..15}.attention.q and 11 more are no "
@@ -125,18 +265,24 @@ MODULES = ", ".join(
         # There is room for it, or it has no modules to leave out.
         ("a, b in forward: x 1 -> 2", "a, b in forward: x 1 -&gt; 2</td>"),
         ("mesh: " + "y" * 999, "mesh: yyy"),
+        # A word is never cut, because it may be a name.
+        (f"a in forward: x 1 -> 2, {'z ' * 99}", "a in forward: x 1 -> 2, z "),
     ],
 )
 def test_index_cell_shows_change_of_many_modules(line, shown):
-    one = replace(compared(record_step(2), record_step(3)), headline=line)
+    one = compared(record_step(2), record_step(3), failure=failure_of(change=(line,)))
     index, _ = pages_of(result(one))
     assert f'class="what">{shown.replace(" -> ", " -&gt; ")}' in index
 
 
 def test_an_index_cell_names_the_line_that_sends():
-    text = FailureText(head="", compared="comm_mode", sent=(("a.py:1", "x"), ("b.py:2", "y")))
-    index, _ = pages_of(result(compared(record_step(2), record_step(3), text=text)))
-    assert "2 layers more<small>issued at a.<wbr>py:<wbr>1 and 1 more line</small></td>" in index
+    changes = (
+        Statement(severity="change", text="2 layers more", sites=("a.py:1",)),
+        Statement(severity="change", text="y", sites=("b.py:2",)),
+    )
+    failure = Failure(head="", compared="comm_mode", statements=changes)
+    index, _ = pages_of(result(compared(record_step(2), record_step(3), failure=failure)))
+    assert "2 layers more\ny<small>issued at a.<wbr>py:<wbr>1 and 1 more line</small></td>" in index
 
 
 def test_a_long_index_is_cut_with_a_count_of_the_rest():
@@ -203,6 +349,61 @@ def test_timeline_keeps_first_entries_counts_others():
     assert page.count("<figure") == 4
     assert "later events are omitted" in page
     assert "The timelines of ranks 4-9 differ from these" in page
+
+
+def listed(page):
+    """Return the text of each cell in the list of a timeline, row by row."""
+    (table,) = re.findall(r'<table class="list.*?</table>', page, re.DOTALL)
+    rows = re.findall(r'<tr role="row".*?</tr>', table, re.DOTALL)
+    return [
+        [re.sub("<.*?>", "", cell) for cell in re.findall(r"<t[hd].*?</t[hd]>", row)]
+        for row in rows
+    ]
+
+
+def test_timeline_shows_overlap_and_host_waits():
+    recording = with_overlap(record_step(2))
+    _, tests = pages_of(result(compared(recording, recording)))
+    (page,) = tests.values()
+    check_page(page)
+    head, *rows = listed(page)
+    assert head[5] == "Overlap"
+    cells = [(row[1], row[2], row[3], row[5], row[6]) for row in rows]
+    # The modules beside a call are named by their unit.
+    beside = "beside layers.0 (1.5 GFLOP)"
+    assert cells[:6] == [
+        ("unshard", "(root)", "forward", "", ""),
+        ("all_gather[dp]", "(root)", "forward", "exposed", "train.py:7"),
+        ("unshard", "layers.0", "forward", "", ""),
+        ("all_gather[dp]", "layers.0", "forward", "exposed", "train.py:7"),
+        ("all_reduce[tp]", "layers.0", "forward", beside, "train.py:7"),
+        ("host_wait item", "layers.0", "forward", "", "model.py:37"),
+    ]
+    assert ("reduce_scatter[dp]", "layers.1", "backward", beside, "train.py:7") in cells
+    entries = data_of(page)["entries"]
+    assert entries[1] == ["all_gather", "", "forward", "dp", 8 * KIB, "exposed"]
+    assert entries[5] == ["host_wait item", "layers.0", "forward", "", 0]
+
+
+def test_modules_outside_units_are_named_themselves():
+    recording = with_overlap(record_step(2))
+    beside = tuple(Beside(module=name, flops=999) for name in ("layers.10.a", "head", None))
+    calls = tuple(replace(event, beside=beside) for event in recording.collectives)
+    entries = timeline_of(replace(recording, collectives=calls)).entries
+    assert {entry.overlap for entry in entries} == {
+        "",
+        "exposed",
+        "beside head, layers.10.a, (no-module) (3.0 kFLOP)",
+    }
+
+
+def test_timeline_of_real_ranks_is_silent_on_overlap():
+    recording = record_step(2)
+    _, tests = pages_of(result(compared(recording, recording)))
+    (page,) = tests.values()
+    assert "Overlap" not in listed(page)[0]
+    assert "exposed" not in page[page.index("<main") :].split("<script")[0].lower()
+    assert {len(entry) for entry in data_of(page)["entries"]} == {5}
 
 
 def test_ranks_that_recorded_the_same_share_a_timeline():
@@ -287,7 +488,7 @@ def test_values_beyond_those_of_a_page_are_counted():
 
 
 def test_page_with_unreadable_snapshot_is_complete():
-    broken = {"verdict": "broken", "text": FailureText(head="line 1 is odd")}
+    broken = {"verdict": "broken", "failure": Failure.from_error("line 1 is odd")}
     one = compared(record_step(2), record_step(2), **broken)
     _, tests = pages_of(result(replace(one, old="no snapshot")))
     (page,) = tests.values()

@@ -1,0 +1,103 @@
+"""Find calls that are issued earlier or later, or are now synchronous or asynchronous."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, TypeAlias, get_args
+
+from pytest_fsdp_comm.comm.explanation.states import Owner, sort_owners
+from pytest_fsdp_comm.comm.explanation.steps import Step
+from pytest_fsdp_comm.comm.explanation.words import name_place
+from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
+
+Subject: TypeAlias = Literal["ahead", "is_async"]
+"""A field of `Calls` that describes timing, and so is compared separately."""
+Shares: TypeAlias = tuple[tuple[int, Fraction], ...]
+"""Each value of a timing field, ascending, and the share of calls that have it. Unlike counts,
+shares stay the same if all calls are repeated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimingChange:
+    """Calls of some owners are issued earlier or later, or are now synchronous or asynchronous."""
+
+    subject: Subject
+    key: RowKey
+    owners: tuple[Owner, ...]
+    """The new names of the owners, in natural order."""
+    before: Shares
+    after: Shares
+
+    def describe(self) -> str:
+        """Describe when calls are issued now, or whether they are asynchronous."""
+        where, calls = name_place(self.owners, self.key.phase), str(self.key)
+        if self.subject == "ahead":
+            some, how = _describe_prefetching(self.before, self.after)
+            before, after = (
+                " or ".join(str(ahead) for ahead, _ in shares)
+                for shares in (self.before, self.after)
+            )
+            change = f" ({before} -> {after} units ahead of use)" if before != after else ""
+            return f"{where}: {some}{calls} {how}{change}"
+        last, share = self.after[-1]
+        if len(self.after) > 1:
+            return f"{where}: {calls} now asynchronous in {share} of its calls"
+        if last:
+            return f"{where}: {calls} now asynchronous (async_op=True)"
+        return f"{where}: {calls} now synchronous: the caller waits for it"
+
+
+def _describe_prefetching(old: Shares, new: Shares) -> tuple[str, str]:
+    """Describe a change in prefetching; a gather 0 units ahead of its use is not prefetched."""
+    (old_least, old_most), (new_least, new_most) = (
+        (side[0][0], side[-1][0]) for side in (old, new)
+    )
+    if new_most == 0 or new_least == 0 < old_least:
+        return "some " if new_most else "", "no longer prefetched"
+    if old_most == 0:
+        return "" if new_least else "some ", "now prefetched"
+    if old_least == 0 < new_least:
+        return "", "now always prefetched"
+    old_mean, new_mean = (sum(ahead * share for ahead, share in side) for side in (old, new))
+    how = "at other times"
+    if old_mean != new_mean:
+        how = "later" if new_mean < old_mean else "earlier"
+    return "", f"prefetched {how}"
+
+
+def find_timing_changes(
+    old: CommProfile, new: CommProfile, steps: Sequence[Step]
+) -> tuple[TimingChange, ...]:
+    """Compare the timing of rows that both profiles have, after applying the steps' renames."""
+    rows = {(row.key, row.owner, row.ranks): row for row in new.collectives}
+    by_change: defaultdict[tuple[Subject, RowKey, Shares, Shares], list[Owner]] = defaultdict(list)
+    for row in old.collectives:
+        owner, key = row.owner, row.key
+        for step in steps:
+            owner = step.rename_owner(owner)
+            key = key._replace(axis=step.rename_axis(key.axis))
+        now = rows.get((key, owner, row.ranks))
+        if now is None or now.calls == row.calls:
+            continue
+        for subject in get_args(Subject):
+            before, after = (
+                _compute_timing_shares(row, subject),
+                _compute_timing_shares(now, subject),
+            )
+            if before != after:
+                by_change[subject, key, before, after].append(owner)
+    return tuple(
+        TimingChange(subject=subject, key=key, owners=sort_owners(owners), before=was, after=now)
+        for (subject, key, was, now), owners in by_change.items()
+    )
+
+
+def _compute_timing_shares(row: Row, subject: Subject) -> Shares:
+    counts: Counter[int] = Counter()
+    for calls in row.calls:
+        counts[getattr(calls, subject)] += calls.count
+    total = sum(counts.values())
+    return tuple((value, Fraction(count, total)) for value, count in sorted(counts.items()))

@@ -1,0 +1,558 @@
+"""Replaces streams and waits on a simulated rank, to follow the order in which a GPU would run."""
+
+# While a recording runs, these replacements pass the order of everything to `overlap.Timeline`:
+# - A synchronous collective runs on the current stream, an asynchronous one on a stream of its
+#   process group, and a send or receive on a stream of its pair of ranks, as with NCCL.
+# - Waiting for a collective makes the current stream wait. Only a barrier makes the host wait.
+# - torch takes the simulation's mode for a compiler, and would wait for a functional collective at
+#   once. Instead, the first operation that uses the result waits, as with AsyncCollectiveTensor.
+# - Autograd runs a node on the stream of its forward, after the streams that computed its inputs.
+# FSDP2 takes its streams from torch.cpu, since simulated tensors are on the CPU.
+# Checked in torch 2.7, 2.13 and 2.15.
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import sys
+import threading
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any, Final, Self, TypeAlias, cast
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import FakeWork
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import GradientEdge
+from torch.distributed import _functional_collectives as functional
+from torch.distributed import distributed_c10d
+from torch.futures import Future
+from torch.utils import flop_counter
+
+from pytest_fsdp_comm.recording.active import entered_recorders
+from pytest_fsdp_comm.recording.frames import (
+    find_author,
+    find_caller,
+    is_outside_torch,
+    torch_path_prefix,
+    walk_outwards,
+)
+from pytest_fsdp_comm.recording.operations import UNKNOWN, VALUE_READS
+from pytest_fsdp_comm.recording.overlap import current_overlap
+from pytest_fsdp_comm.recording.owners.stack import BELOW_DISPATCHER
+from pytest_fsdp_comm.recording.patches import Replacement
+from pytest_fsdp_comm.recording.value_dependence import is_one_hot_with_classes
+from pytest_fsdp_comm.simulation.overlap import NOTHING, Clock, Place, Timeline
+from pytest_fsdp_comm.upstream import look_up
+
+_Work: TypeAlias = tuple[nn.Module | None, int]
+"""The running module and the FLOPs of an operation."""
+_ATTENTION: Final = "_scaled_dot_product_flash_attention_for_cpu"
+_ASYNC: Final = "AsyncCollectiveTensor"
+_AsyncTensor: Final[Any] = functional.AsyncCollectiveTensor
+_WRAP: Final = "_maybe_wrap_tensor"  # checked in torch 2.7 to 2.15
+_SCALER: Final = (torch_path_prefix() + "amp/grad_scaler.py",)
+"""The file in which torch reads tensors that it has created on the GPU itself."""
+_HOST_SIDE: Final = tuple(torch_path_prefix() + path for path in ("optim/", "utils/data/"))
+"""Files of torch that read tensors on the host, such as step counts and a sampler's indices."""
+_PASS_ON: Final = (torch_path_prefix() + "distributed/_tools/", *BELOW_DISPATCHER)
+"""Files of torch that run an operation for its caller, such as the tracker of ``estimate=``."""
+_next_node: Final[Callable[[], int]] = look_up("torch.autograd", "_get_sequence_nr")
+_ACCUMULATES: Final = 2**63
+"""Numbers of nodes from here on belong to AccumulateGrad, which is not created in forward."""
+_numbers: Final = itertools.count(1)
+
+
+class SimulatedStream:
+    """Replaces the streams of torch.cuda and torch.cpu."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.stream_id = next(_numbers)
+        self._outer: list[SimulatedStream] = []
+
+    def __enter__(self) -> Self:
+        self._outer.append(current_stream())
+        set_stream(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        set_stream(self._outer.pop())
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
+        event = SimulatedEvent() if event is None else event
+        event.record(self)
+        return event
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        if isinstance(event, SimulatedEvent):
+            event.wait(self)
+
+    def wait_stream(self, stream: SimulatedStream) -> None:
+        if isinstance(stream, SimulatedStream):
+            self.wait_event(stream.record_event())
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+
+class SimulatedEvent:
+    """Replaces the events of torch.cuda and torch.cpu."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self._clock = NOTHING
+        self._overlap: StreamOrder | None = None
+
+    def query(self) -> bool:
+        return True
+
+    def record(self, stream: SimulatedStream | None = None) -> None:
+        self._overlap = current_order()
+        if self._overlap is not None:
+            self._clock = self._overlap.timeline.record(stream or current_stream())
+
+    def wait(self, stream: SimulatedStream | None = None) -> None:
+        # An event of an earlier recording comes after nothing of this one.
+        if self._overlap is not None and self._overlap is current_order():
+            self._overlap.timeline.wait(stream or current_stream(), self._clock)
+
+    def synchronize(self) -> None:
+        wait_on_host("synchronize", self._clock if self._overlap is current_order() else NOTHING)
+
+
+class _Context:
+    """Replaces ``torch.cuda.stream(...)``, which accepts None, and streams of other packages."""
+
+    def __init__(self, stream: Any) -> None:
+        simulated = isinstance(stream, SimulatedStream)
+        self._context = stream if simulated else contextlib.nullcontext()
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._context.__exit__(*error)
+
+
+_default: Final = SimulatedStream()
+
+
+class _Thread(threading.local):
+    way: str | None = None
+    """The public function that makes the host wait, while its operations run. It is set by
+    `count_waits_as`."""
+
+    def __init__(self) -> None:
+        self.stream = _default
+        # Autograd numbers each thread's nodes. For each run of nodes that forward created on one
+        # stream: the number of the first node, and the stream.
+        self.firsts = [0]
+        self.streams = [_default]
+
+    def set_stream(self, stream: SimulatedStream) -> None:
+        self.stream, first = stream, _next_node()
+        if self.firsts[-1] == first:  # the last stream got no nodes
+            self.firsts.pop()
+            self.streams.pop()
+        if not self.streams or self.streams[-1] is not stream:
+            self.firsts.append(first)
+            self.streams.append(stream)
+
+    def stream_of(self, node: Any, otherwise: SimulatedStream) -> SimulatedStream:
+        """Return the stream of a node's forward; `otherwise` for an AccumulateGrad."""
+        number = node._sequence_nr()
+        if number >= _ACCUMULATES:
+            return otherwise
+        return self.streams[bisect_right(self.firsts, number) - 1]
+
+
+_thread = _Thread()
+
+
+def current_stream(_: object = None) -> SimulatedStream:
+    """Return the stream that this thread issues operations on."""
+    return _thread.stream
+
+
+def default_stream(_: object = None) -> SimulatedStream:
+    """Return the stream that every thread starts with."""
+    return _default
+
+
+def set_stream(stream: SimulatedStream) -> None:
+    """Issue this thread's next operations on a stream."""
+    _thread.set_stream(stream)
+
+
+def synchronize(_: object = None) -> None:
+    """Wait for all streams of a device."""
+    overlap = current_order()
+    wait_on_host("synchronize", NOTHING if overlap is None else overlap.timeline.record_all())
+
+
+def stream_patches(module: object, event: type[SimulatedEvent]) -> Iterator[Replacement]:
+    """Replace the streams of a module such as torch.cuda, whose events are of type `event`."""
+    replacements = {
+        **dict.fromkeys(("Stream", "ExternalStream"), SimulatedStream),
+        **dict.fromkeys(("StreamContext", "stream"), _Context),
+        "Event": event,
+        "current_stream": current_stream,
+        "default_stream": default_stream,
+        "set_stream": set_stream,
+        "synchronize": synchronize,
+    }
+    for name, replacement in replacements.items():
+        if hasattr(module, name):
+            yield module, name, replacement
+
+
+def wait_patches() -> Iterator[Replacement]:
+    """Replace the ways to wait for a collective."""
+    yield from stream_patches(torch.cpu, SimulatedEvent)
+    for name in ("wait", "synchronize"):
+        yield FakeWork, name, _wrap_wait(getattr(FakeWork, name))
+    yield FakeWork, "get_future", _wrap_get_future(FakeWork.get_future)
+    look_up(functional.__name__, _WRAP)
+    yield functional, _WRAP, lambda tensor: tensor
+    # DTensor and user code wait themselves if a result is an AsyncCollectiveTensor.
+    for name in ("wait", "trigger_wait"):
+        yield FakeTensor, name, _wait_for_result
+    for module in [*sys.modules.values()]:
+        if getattr(module, "__dict__", {}).get(_ASYNC) is _AsyncTensor:
+            yield module, _ASYNC, _InFlight
+
+
+class _InFlightType(type(_AsyncTensor)):  # type: ignore[misc]  # a class written in C++
+    def __instancecheck__(cls, value: object) -> bool:
+        if isinstance(value, FakeTensor):
+            order = current_order()
+            return order is not None and order.is_in_flight(value)
+        return isinstance(value, _AsyncTensor)
+
+
+class _InFlight(_AsyncTensor, metaclass=_InFlightType):  # type: ignore[misc]  # as above
+    """Replaces ``AsyncCollectiveTensor``; also has results that nobody has waited for."""
+
+
+def _wait_for_result(tensor: FakeTensor) -> FakeTensor:
+    order = current_order()
+    if order is not None:
+        order.wait_for_results([tensor])
+    return tensor
+
+
+def _wrap_wait(original: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(original)
+    def wait(work: object, *args: object, **kwargs: object) -> object:
+        overlap = current_order()
+        if overlap is not None:
+            overlap.wait_for(work)
+        return original(work, *args, **kwargs)
+
+    return wait
+
+
+class _SimulatedFuture(Future[Any]):
+    """A future of a collective, which makes the current stream wait like its ``Work``."""
+
+    work: Any
+
+    def wait(self) -> object:
+        self.work.wait()
+        return super().wait()
+
+    def value(self) -> object:
+        self.work.wait()
+        return super().value()
+
+
+def _wrap_get_future(original: Callable[..., Any]) -> Callable[..., object]:
+    @functools.wraps(original)
+    def get_future(work: object) -> Any:
+        future = _SimulatedFuture()
+        future.work = work
+        future.set_result(original(work).value())
+        return future
+
+    return get_future
+
+
+def current_order() -> StreamOrder | None:
+    """Return the order of the running recording; None if nothing is recorded."""
+    return cast("StreamOrder | None", current_overlap())
+
+
+class StreamOrder:
+    """What a simulated rank has issued since the outermost recording began."""
+
+    def __init__(self) -> None:
+        self.timeline: Timeline[_Work] = Timeline()
+        # The places of asynchronous calls, keyed by the id of their `Work`, which the value keeps.
+        self._works: dict[int, tuple[Any, Place, bool]] = {}
+        # The places of functional collectives whose results nobody has used, keyed by the address
+        # of the result's storage, which the value keeps.
+        self._results: dict[int, tuple[Any, Place | None]] = {}
+        self._latest: Place | None = None
+
+    # The recorder calls the next three methods; see `recording.overlap.Overlap`.
+
+    def issue(self, group: object, message: Mapping[str, Any], result: object) -> Place:
+        stream: Any = current_stream()
+        communicator = group, message["peer"]
+        # Operations on symmetric memory are kernels of the current stream.
+        if message["is_async"] is not False and not message["kind"].startswith(UNKNOWN):
+            self.timeline.wait(communicator, self.timeline.record(stream))
+            stream = communicator
+        place = self._latest = self.timeline.communicate(stream, communicator)
+        is_barrier = message["kind"] == "barrier"
+        for value in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(value, torch.ScriptObject):
+                work = distributed_c10d.Work.unbox(value)
+                self._works[id(work)] = work, place, is_barrier
+        return place
+
+    def beside(self, place: Place) -> Iterator[_Work]:
+        return self.timeline.beside(place)
+
+    @contextlib.contextmanager
+    def use_forward_streams(self, outputs: Iterable[object]) -> Iterator[None]:
+        if _thread.streams == [current_stream()]:
+            yield
+            return
+        stream = current_stream()
+        with contextlib.ExitStack() as hooks:
+            used = _add_stream_hooks(outputs, hooks)
+            try:
+                yield
+            finally:
+                set_stream(stream)
+                for other in used:  # as at the end of the engine's C++ code
+                    stream.wait_stream(other)
+
+    def wait_for(self, work: object) -> None:
+        """Make the current stream wait for a collective, and for a barrier also the host."""
+        if id(work) in self._works:
+            _, place, is_barrier = self._works[id(work)]
+            self.timeline.wait(current_stream(), place.end)
+            if is_barrier:
+                wait_on_host("barrier", place.end)
+
+    def track_functional_results(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Make the first operation that uses a functional collective's results wait for it."""
+        for tensor in tensors if self._latest is not None else ():
+            storage = tensor.untyped_storage()
+            self._results[storage._cdata] = storage, self._latest
+
+    def is_in_flight(self, tensor: torch.Tensor) -> bool:
+        """Whether nobody has waited for the functional collective that returned a tensor."""
+        return tensor.untyped_storage()._cdata in self._results
+
+    def wait_before_use(self, func: OpOverload, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that an operation on the current stream is about to use tensors."""
+        if self._results and not _is_view(func):
+            self.wait_for_results(tensors)
+
+    def wait_for_results(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Make the current stream wait for the functional collectives that returned tensors."""
+        for tensor in tensors:
+            _, place = self._results.pop(tensor.untyped_storage()._cdata, (None, None))
+            if place is not None:
+                self.timeline.wait(current_stream(), place.end)
+
+    def compute(
+        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object
+    ) -> None:
+        """Note an operation that has run on the current stream, if it has FLOPs."""
+        count = _find_flop_formula(func)
+        flops = 0 if count is None else count(*args, **kwargs, out_val=result)
+        if flops:
+            recorders = entered_recorders()
+            module = recorders[-1].running_module() if recorders else None
+            self.timeline.compute(current_stream(), (module, flops))
+
+
+def _add_stream_hooks(
+    outputs: Iterable[object], hooks: contextlib.ExitStack
+) -> set[SimulatedStream]:
+    """Switch streams around the nodes of a graph; return the streams other than the current."""
+    caller = current_stream()
+    # Events of nodes on other streams, keyed by the nodes that wait for them.
+    events: defaultdict[Any, list[SimulatedEvent]] = defaultdict(list)
+    streams = _streams_of_graph(outputs)
+    for root in _list_roots(outputs):
+        if streams[root] is not caller:
+            events[root].append(caller.record_event())
+    for node, stream in streams.items():
+        consumers = [c for c, _ in node.next_functions if c and streams[c] is not stream]
+        if consumers:
+            record = functools.partial(
+                _record_event_for_consumers, stream, [events[each] for each in consumers]
+            )
+            hooks.callback(node.register_hook(record).remove)
+    for node, stream in streams.items():
+        if stream is not caller or node in events:
+            enter = functools.partial(_enter_stream_after_events, stream, events.get(node, ()))
+            hooks.callback(node.register_prehook(enter).remove)
+            hooks.callback(node.register_hook(lambda *_: set_stream(caller)).remove)
+    return {*streams.values()} - {caller}
+
+
+def _list_roots(outputs: Iterable[Any]) -> list[Any]:
+    roots = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in outputs]
+    return [root for root in roots if root is not None]
+
+
+def _streams_of_graph(outputs: Iterable[object]) -> dict[Any, SimulatedStream]:
+    """Return the stream of each node in a graph."""
+    caller, pending = current_stream(), _list_roots(outputs)
+    streams = {root: _thread.stream_of(root, caller) for root in pending}
+    while pending:
+        node = pending.pop()
+        for consumer, _ in node.next_functions:
+            if consumer is not None and consumer not in streams:
+                streams[consumer] = _thread.stream_of(consumer, streams[node])
+                pending.append(consumer)
+    return streams
+
+
+def _record_event_for_consumers(
+    stream: SimulatedStream, events: Iterable[list[SimulatedEvent]], *_: object
+) -> None:
+    event = stream.record_event()
+    for listed in events:
+        listed.append(event)
+
+
+def _enter_stream_after_events(
+    stream: SimulatedStream, events: Iterable[SimulatedEvent], *_: object
+) -> None:
+    set_stream(stream)
+    for event in events:
+        stream.wait_event(event)
+
+
+def wait_on_host(way: str, event: Clock | None = None) -> None:
+    """Note that the host waits for an event; None for everything on the current stream."""
+    overlap, way = current_order(), _thread.way or way
+    if overlap is None or way == _UNCOUNTED:
+        return
+    for recorder in entered_recorders():
+        recorder.note_host_wait(way)
+    timeline = overlap.timeline
+    timeline.wait_on_host(timeline.record(current_stream()) if event is None else event)
+
+
+_UNCOUNTED: Final = "-"
+
+
+@contextlib.contextmanager
+def count_waits_as(way: str = _UNCOUNTED) -> Iterator[None]:
+    """Count waits in the block as `way`, or not at all."""
+    outer, _thread.way = _thread.way, way
+    try:
+        yield
+    finally:
+        _thread.way = outer
+
+
+@functools.cache
+def _is_view(func: object) -> bool:
+    # AsyncCollectiveTensor does not wait for these either.
+    arguments = func._schema.arguments if isinstance(func, OpOverload) else ()
+    alias = arguments[0].alias_info if arguments else None
+    return alias is not None and not alias.is_write
+
+
+@functools.cache
+def _find_flop_formula(func: OpOverload) -> Callable[..., int] | None:
+    """Return the function that counts an operation's FLOPs; None if it has none."""
+    packet = getattr(func, "overloadpacket", func)
+    formula = _CPU_FORMULAS.get(getattr(packet, "__name__", ""))
+    return formula or flop_counter.flop_registry.get(packet)
+
+
+def _count_grouped(first: torch.Tensor, second: torch.Tensor, *_: object, **__: object) -> int:
+    num_groups = first.shape[0] if first.dim() == second.dim() == len("GMK") else 1
+    return int(2 * num_groups * first.shape[-2] * first.shape[-1] * second.shape[-1])
+
+
+def _make_shape_counter(count: Any, num_tensors: int) -> Callable[..., int]:
+    return lambda *args, **_: int(count(*(tensor.shape for tensor in args[:num_tensors])))
+
+
+# Operations that torch's registry lacks.
+_CPU_FORMULAS: Final[dict[str, Callable[..., int]]] = {
+    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _count_grouped),
+    _ATTENTION: _make_shape_counter(flop_counter.sdpa_flop_count, 3),
+    f"{_ATTENTION}_backward": _make_shape_counter(flop_counter.sdpa_backward_flop_count, 4),
+}
+
+_MASKED: Final = "boolean_index"
+_MASKS: Final = {torch.bool, torch.uint8}
+_WAYS: Final = {
+    "_local_scalar_dense": "item",
+    **dict.fromkeys(("index", "index_put", "index_put_"), _MASKED),
+    "_unique": "unique",
+    "_unique2": "unique",
+}
+
+
+def note_wait_of_read(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object], *, is_on_gpu: bool | None
+) -> None:
+    """Note an operation that reads values; `is_on_gpu` is None if the test uses no GPU."""
+    way = way_of_read(func)
+    if way is None or kwargs.get("output_size") is not None:
+        return
+    if is_on_gpu is False and not _is_called_from(_SCALER):
+        return
+    if way == _MASKED:
+        masks = [index for index in args[1] if index is not None and index.dtype in _MASKS]
+        # A GPU writes a single value wherever the mask is true, without counting.
+        if not masks or (len(args) > 2 and args[2].numel() == 1):  # noqa: PLR2004  # the value is the third argument
+            return
+    if way == "item" and is_one_hot_with_classes(find_caller()):
+        return
+    if is_on_gpu is None and _is_called_from(_HOST_SIDE):
+        return
+    wait_on_host(way)
+
+
+def _find_caller_of_operation() -> FrameType | None:
+    """Return the frame that called the running operation, which may be torch's."""
+    for frame in walk_outwards(sys._getframe(1)):
+        file = frame.f_code.co_filename
+        if find_author(file) != "ours" and not file.startswith(_PASS_ON):
+            return frame
+    return None
+
+
+def _is_called_from(paths: tuple[str, ...]) -> bool:
+    caller = _find_caller_of_operation()
+    return caller is not None and caller.f_code.co_filename.startswith(paths)
+
+
+def is_called_by_user() -> bool:
+    """Whether code outside torch called the running operation, not torch itself."""
+    caller = _find_caller_of_operation()
+    return caller is not None and is_outside_torch(caller)
+
+
+@functools.cache
+def way_of_read(func: OpOverload) -> str | None:
+    """Return how an operation that makes the host wait for values is called; None for others."""
+    name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
+    schema = getattr(func, "_schema", None)
+    qualified = f"{schema.name}.{schema.overload_name}".rstrip(".") if schema else ""
+    if qualified in VALUE_READS or name in {"index_put", "index_put_"}:
+        return _WAYS.get(name, name)
+    return None

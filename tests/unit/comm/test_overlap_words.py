@@ -1,0 +1,102 @@
+"""What is said of calls that nothing can hide any more, and of host waits."""
+
+from dataclasses import replace
+
+import pytest
+from sample_profiles import FORWARD, changed, counted, profile, role
+
+from pytest_fsdp_comm.comm.diff import compare
+from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.reports.changes import render_comparison
+
+
+def gathers_exposed(base, *owners, is_async=False):
+    """A profile in which nothing hides the forward gathers of some units."""
+
+    def expose(one):
+        if one.owner not in owners or (one.phase, role(one)) != (FORWARD, "parameters"):
+            return one
+        calls = (replace(call, exposed=True, is_async=is_async) for call in one.calls)
+        return replace(one, calls=tuple(calls))
+
+    return replace(changed(base, expose), shows_overlap=True)
+
+
+def waiting(base, *owners, way="item", phase=FORWARD, count=1):
+    waits = [counted("host_wait", phase, owner, way, count) for owner in owners]
+    return replace(base, rows=(*base.rows, *waits), shows_overlap=True)
+
+
+BASE = replace(profile(), shows_overlap=True)
+LAYERS = ("layers.0", "layers.1", "layers.2")
+
+
+def told(old, new):
+    return [line.strip() for line in render_comparison(compare(old, new), snapshot="s").body]
+
+
+def test_host_wait_that_exposes_gathers_is_their_cause():
+    new = waiting(gathers_exposed(BASE, *LAYERS[1:]), *LAYERS)
+    first, likely, cost = told(BASE, new)
+    assert first.startswith(
+        "gathers of layers.{1..2} in forward can no longer be hidden: 2 calls, "
+    )
+    assert likely == "likely: the host now waits for the GPU: layers.{0..2} in forward (item)"
+    assert cost.startswith("cost: bytes unchanged, exposed 0 -> ")
+    assert cost.endswith("per rank and step, peak gathered unchanged") or "peak" not in cost
+
+
+def test_host_wait_that_exposes_nothing_says_so():
+    new = waiting(BASE, None, phase=Phase.OPTIMIZER)
+    assert told(BASE, new) == [
+        "(no-module) in the optimizer: the host now waits for the GPU once (item), which exposes "
+        "no call"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        (1, 0, "the host no longer waits for the GPU (item)"),
+        (4, 1, "the host waits for the GPU 4 -> 1 times (item)"),
+        (1, 4, "the host waits for the GPU 1 -> 4 times (item), which exposes no call"),
+    ],
+)
+def test_count_of_host_waits_is_compared(old, new, line):
+    sides = [waiting(BASE, "layers.0", count=count) if count else BASE for count in (old, new)]
+    assert told(*sides) == [f"layers.0 in forward: {line}"]
+
+
+def test_hidden_again_is_good_news():
+    lines = told(gathers_exposed(BASE, "layers.1"), BASE)
+    assert lines[0].startswith("gathers of layers.1 in forward can be hidden now: 1 call, ")
+    assert not any(line.startswith("likely") for line in lines)
+
+
+def test_asynchronous_calls_are_waited_for_at_once():
+    def hide(one):
+        return replace(one, calls=tuple(replace(call, exposed=False) for call in one.calls))
+
+    new = gathers_exposed(BASE, "layers.1", is_async=True)
+    hidden = changed(new, hide)
+    lines = told(replace(hidden, shows_overlap=True), new)
+    assert "likely: the calls are waited for at once" in lines
+    # Synchronous calls have another cause.
+    lines = told(BASE, gathers_exposed(BASE, "layers.1"))
+    assert not any("waited for at once" in line for line in lines)
+
+
+def test_exposed_calls_are_ignored_against_real_ranks():
+    new = waiting(gathers_exposed(BASE, *LAYERS), *LAYERS)
+    assert compare(profile(), new).changes == ()
+    assert compare(new, profile()).changes == ()
+
+
+def test_renamed_units_keep_their_exposure():
+    def rename(one):
+        owner = one.owner and one.owner.replace("layers", "blocks")
+        return replace(one, owner=owner)
+
+    old = gathers_exposed(BASE, "layers.1")
+    new = replace(changed(old, rename), shows_overlap=True)
+    assert not any("hidden" in line for line in told(old, new))
