@@ -45,6 +45,8 @@ class Role(StrEnum):
     """Tensors that a module's forward computes, and their gradients. Sizes depend on the batch."""
     UNUSED_PARAMETERS = "unused parameters"
     """DDP's map of the parameters that backward used (with ``find_unused_parameters=True``)."""
+    BUFFERS = "buffers"
+    """Buffers that DDP broadcasts from one rank before forward (``broadcast_buffers``)."""
 
 
 COLLECTIVE_KINDS: Final = (

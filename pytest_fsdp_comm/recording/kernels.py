@@ -35,8 +35,8 @@ import torch
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Gap
 from pytest_fsdp_comm.recording import active
-from pytest_fsdp_comm.recording.comm_debug import ModuleTracer
 from pytest_fsdp_comm.recording.dtensors import Dispatch, dispatch_of, is_dtensor_class
+from pytest_fsdp_comm.recording.module_trace import ModuleTracer
 from pytest_fsdp_comm.recording.operations import NAMESPACES, VALUE_READS, Call, call_of
 from pytest_fsdp_comm.recording.overlap import current_overlap, run_and_issue
 from pytest_fsdp_comm.recording.private import OpOverload, TorchDispatchMode

@@ -222,13 +222,23 @@ def _decide_role(kind: str, dtype: str, attribution: Attribution) -> Role | None
         reduces = kind in REDUCING and attribution.gather is None
         return Role.GRADIENTS if reduces else Role.PARAMETERS
     if attribution.source is Source.DDP:
-        # Broadcasts carry buffers and the layout of rebuilt buckets, so they have no role. An int32
-        # reduction carries the reducer's map of used parameters: gradients are never integers.
-        is_map = dtype == "int32" and not attribution.is_from_hook
-        reduced = Role.UNUSED_PARAMETERS if is_map else Role.GRADIENTS
-        return reduced if kind in REDUCING else None
+        return _decide_role_for_ddp(kind, dtype, attribution)
     if attribution.source is Source.OBJECT or attribution.phase not in IN_MODULES:
         return None
     if attribution.adds_gradient:
         return Role.GRADIENTS
     return Role.ACTIVATIONS if attribution.owner else None
+
+
+def _decide_role_for_ddp(kind: str, dtype: str, attribution: Attribution) -> Role | None:
+    # In forward, DDP broadcasts buffers, and the layout of rebuilt buckets as int32. In backward,
+    # it reduces gradients, and the map of used parameters as int32. `Join` sends counts of ranks.
+    is_integer = dtype.startswith(("int", "uint"))
+    if attribution.phase is Phase.FORWARD:
+        return Role.BUFFERS if kind == "broadcast" and dtype != "int32" else None
+    if kind not in REDUCING:
+        return None
+    if is_integer and not attribution.is_from_hook:
+        return Role.UNUSED_PARAMETERS
+    is_count = is_integer and attribution.phase is Phase.OUTSIDE
+    return None if is_count else Role.GRADIENTS

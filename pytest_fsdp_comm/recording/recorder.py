@@ -33,16 +33,13 @@ from pytest_fsdp_comm.comm.questions import Names
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.recording import kernels, patches
 from pytest_fsdp_comm.recording.active import activate, entered_recorders
-from pytest_fsdp_comm.recording.comm_debug import (
-    ModuleTracer,
-    RecordedBlock,
-    make_trace_without_operations,
-)
+from pytest_fsdp_comm.recording.comm_debug import RecordedBlock
 from pytest_fsdp_comm.recording.dtensors import RedistributionWatch
 from pytest_fsdp_comm.recording.flight_recorder import Witness
 from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.recording.kernels import WatchingMode
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames, process_groups, rank_size_and_backend
+from pytest_fsdp_comm.recording.module_trace import ModuleTracer, make_trace_without_operations
 from pytest_fsdp_comm.recording.operations import (
     BATCH,
     TIMING_CATEGORIES,

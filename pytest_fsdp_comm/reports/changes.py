@@ -52,21 +52,35 @@ def render_comparison(
     # Other sizes or layouts of the mesh say more than the steps that follow from them.
     is_first = not all(map(_is_row_or_rename, comparison.changes))
     steps = [*_describe_steps(comparison)]
+    user_calls = [
+        (row.what, statement) for row, statement in described if _is_change_of_user_calls(row)
+    ]
+    overlap = [*_describe_overlap(comparison)]
+    if not steps:
+        # New collectives of user code are the change, and what they expose is their effect. A
+        # barrier sends nothing; it is one of the waits in `overlap`.
+        sending = (entry for what, entry in user_calls if not what.startswith("barrier"))
+        overlap = [*sending, *overlap]
+    details = [statement for row, statement in described if row.subject not in {"frame", "reshard"}]
     groups = [
-        [*frames, *steps] if is_first else [*steps, *frames],
+        [*frames, *steps, *overlap] if is_first else [*steps, *overlap, *frames],
         [
-            *(statement for row, statement in described if row.subject not in {"frame", "reshard"}),
+            *(statement for statement in details if statement not in overlap),
             # Changes in units are printed first, because changes in timing result from them.
             *(Statement(severity="change", text=timing.describe()) for timing in timings),
         ],
         [statement for row, statement in described if row.subject == "reshard"],
     ]
+    causes = [_describe_cause(cause, comparison) for cause in comparison.causes]
     # The first group with a change is the most important one. The others are the rest, except for
     # collectives of user code that are new or gone.
-    main = {statement.text for row, statement in described if _is_added_or_lost_user_call(row)}
-    main |= {statement.text for statement in next(filter(None, groups), [])}
+    first = next(filter(None, groups), [])
+    # Rows that no step explains are details if there is a cause, so the cause comes second.
+    has_details = bool(causes) and first is groups[1]
+    main = {statement.text for statement in (first[:1] if has_details else first)}
+    # A pipeline's calls between stages follow from its schedule.
+    main |= {entry.text for what, entry in user_calls if not what.startswith(("send", "recv"))}
     changes = _add_sites([*chain.from_iterable(groups)], comparison)
-    causes = [_describe_cause(cause, comparison) for cause in comparison.causes]
     if len(changes) == 1:
         changes = [replace(changes[0], causes=tuple(cause.text for cause in causes))]
     return Failure(
@@ -123,11 +137,14 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str = "") ->
     )
 
 
-def _is_added_or_lost_user_call(change: Change) -> bool:
-    """Whether a change adds or removes collectives that are not of units and their gradients."""
+def _is_change_of_user_calls(change: Change) -> bool:
+    """Whether collectives changed that are not of units, their gradients or activations.
+
+    Collectives of activations count if all of them are new, or none is left.
+    """
     is_whole = not (change.before and change.after)
     roles = {call.role for row in (*change.before, *change.after) for call in row.calls}
-    return change.subject == "collective" and is_whole and roles <= {"", Role.ACTIVATIONS}
+    return change.subject == "collective" and roles <= {"", *[Role.ACTIVATIONS] * is_whole}
 
 
 def _is_row_or_rename(change: Change) -> bool:
@@ -159,18 +176,24 @@ def _describe_steps(comparison: Comparison) -> Iterator[Statement]:
     timings = comparison.explanation is not None and comparison.explanation.timings
     suffix = "; all communication is unchanged"
     suffix *= is_alone and not (comparison.remaining or timings)
-    # A host wait that exposes calls is their cause.
-    named = [step for cause in comparison.causes for step in cause.steps]
-    waits = [pair for pair in steps if isinstance(pair[0], Waits) and pair[0] not in named]
     for step, text in steps:
         if not isinstance(step, Waits):
             yield _describe_step(step, text + suffix, comparison)
+
+
+def _describe_overlap(comparison: Comparison) -> Iterator[Statement]:
+    """Yield a statement about each change in exposed calls, and about each new host wait."""
     for change in comparison.exposures:
-        yield Statement(severity="change", text=change.describe())
-    for step, text in waits:
-        # Waits that expose nothing matter less than calls that can no longer be hidden.
-        statement = _describe_step(step, text, comparison)
-        yield replace(statement, severity="rest") if comparison.exposures else statement
+        is_only = not (comparison.remaining or comparison.reported)
+        severity: Severity = "change" if change.is_lost or is_only else "rest"
+        yield Statement(severity=severity, text=change.describe())
+    # A host wait that exposes calls is their cause.
+    named = [step for cause in comparison.causes for step in cause.steps]
+    for step, text in zip(comparison.reported, comparison.sentences, strict=True):
+        if isinstance(step, Waits) and step not in named:
+            # Waits that expose nothing matter less than calls that can no longer be hidden.
+            statement = _describe_step(step, text, comparison)
+            yield replace(statement, severity="rest") if comparison.exposures else statement
 
 
 def _describe_step(step: TrainingChange | Step, text: str, comparison: Comparison) -> Statement:

@@ -34,7 +34,7 @@ from pytest_fsdp_comm.snapshots.failed_comparison import (
     UNEXPLAINED,
     FailedComparison,
 )
-from pytest_fsdp_comm.snapshots.unused import MISSING, describe_neighbour, path_from
+from pytest_fsdp_comm.snapshots.neighbours import MISSING, describe_neighbour, path_from
 from pytest_fsdp_comm.text.words import shell_word, show_path
 
 # Options that the accept command has to repeat, because they affect the recording.

@@ -1,8 +1,7 @@
-"""Find snapshot files that no test compared, and suggest them if a test's snapshot is missing."""
+"""Find snapshot files that no test compared."""
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -10,7 +9,6 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import unquote
 
 import pytest
 
@@ -18,12 +16,18 @@ from pytest_fsdp_comm.marker import may_record, snapshot_test_name, snapshot_var
 from pytest_fsdp_comm.options import OPTIONS
 from pytest_fsdp_comm.snapshots.failed_comparison import print_shared_changes
 from pytest_fsdp_comm.snapshots.names import (
-    SUFFIX,
     directory_to_module,
     escape_test_name,
     module_to_directory,
     read_basename,
     strip_test_parameters,
+)
+from pytest_fsdp_comm.snapshots.neighbours import (
+    COLLECTED,
+    MISSING,
+    list_snapshot_files,
+    path_from,
+    read_text_or_empty,
 )
 from pytest_fsdp_comm.text.words import shell_word, show_count, show_path
 
@@ -38,15 +42,10 @@ if TYPE_CHECKING:
 # early, reports no unused files. The plugin deletes no file. It hides its files from
 # syrupy, which would delete unused ones (`discover_snapshots` returns none).
 
-MISSING: Final = "there is no snapshot "
-"""Begins the error of a comparison without a snapshot."""
 _HEADER: Final = "# pytest-fsdp-comm "
 # The first comparison imports this module. Do not import it earlier, because the import takes
 # longer than a short session.
 _EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
-# Stash key; the value has all tests of the collected modules, including deselected ones. Not set if
-# only some tests of a module were collected.
-_COLLECTED: Final = pytest.StashKey[Sequence[pytest.Item]]()
 # Key of the collected tests and compared files in a worker's output to the xdist controller.
 _OUTPUT: Final = "fsdp_comm_collected"
 
@@ -96,7 +95,7 @@ class UnusedSnapshots:
         self._selected = {item.nodeid for item in session.items if may_record(item)}
         if _selects_tests(self._config):
             return
-        self._config.stash[_COLLECTED] = self._collected
+        self._config.stash[COLLECTED] = self._collected
         root = self._options.snapshot_dir
         places = {
             path: str(module_to_directory(path, self._config.rootpath)) for path in self._modules
@@ -203,12 +202,12 @@ class UnusedSnapshots:
         root = self._options.snapshot_dir
         here = self._config.invocation_params.dir
         arguments = [Path(here, str(argument)).resolve() for argument in self._config.args]
-        for path in _snapshot_files(root):
+        for path in list_snapshot_files(root):
             place, parts = path.parent.relative_to(root), read_basename(path.stem)
             if (
                 parts is None
                 or str(path) in compared
-                or not _read_text_or_empty(path).startswith(_HEADER)
+                or not read_text_or_empty(path).startswith(_HEADER)
             ):
                 continue
             if str(place) in all_tests:
@@ -271,75 +270,3 @@ def _selects_tests(config: pytest.Config) -> bool:
         or getattr(option, "lf", False)
         or "python_" in " ".join(option.override_ini or ())
     )
-
-
-def _snapshot_files(root: Path) -> list[Path]:
-    return sorted(path for path in root.rglob(f"*{SUFFIX}") if path.is_file())
-
-
-def path_from(config: pytest.Config, path: Path) -> str:
-    """Return a path relative to the directory that pytest was started in."""
-    return os.path.relpath(path, config.invocation_params.dir)
-
-
-def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
-    """Return a hint about an existing file that the user may have meant instead of `missing`.
-
-    The hint is empty if no file fits. `text` is the snapshot that would be written to `missing`.
-    """
-    # Suggest the test's file for a different world size, or a file of a test that no longer exists,
-    # because that test was probably renamed.
-    name, variant = read_basename(missing.stem) or ("", "")
-    index = missing.stem.removeprefix(f"{name}.{variant}")
-    orphans: list[Path] = []
-    for path in _snapshot_files(item.config.stash[OPTIONS].snapshot_dir):
-        test, size = read_basename(path.stem) or ("", "")
-        if path.stem != f"{test}.{size}{index}":
-            continue
-        if path.parent == missing.parent and test == name:
-            ranks = show_count(int(size.removeprefix("ws")), "rank")
-            return f"there is a snapshot for {ranks}: {show_path(path, item.config.rootpath)}"
-        if size == variant and _is_test_gone(item, path, test):
-            orphans.append(path)
-    # Prefer a test of the same name in a different module, then a test of the same module; among
-    # these, one with the same function and parameters, whose class was renamed.
-    function = name.rpartition(".")[2]
-    orphans.sort(
-        key=lambda path: (
-            path.name != missing.name,
-            path.parent != missing.parent,
-            not path.name.endswith(f".{function}{missing.stem[len(name) :]}{SUFFIX}"),
-        )
-    )
-    content = text.partition("\n")[2]
-    same = [path for path in orphans if _read_text_or_empty(path).partition("\n")[2] == content]
-    near = [path for path in orphans if missing.name == path.name or missing.parent == path.parent]
-    if not same and len(near) != 1:
-        return ""
-    lead = "the snapshot of a removed test is identical:" if same else "was the test renamed?"
-    paths = (missing.parent, (same or near)[0], missing)
-    directory, old, new = (shell_word(path_from(item.config, path)) for path in paths)
-    # git mv does not create directories, so create a missing one first.
-    mkdir = "" if missing.parent.is_dir() else f"mkdir -p {directory} && "
-    return f"{lead} {mkdir}git mv {old} {new}"
-
-
-def _is_test_gone(item: pytest.Item, path: Path, name: str) -> bool:
-    """Return whether a test is gone; if not all tests were collected, search its module's text."""
-    directory = path.parent.relative_to(item.config.stash[OPTIONS].snapshot_dir)
-    module = directory_to_module(directory, item.config.rootpath)
-    collected = item.config.stash.get(_COLLECTED, None)
-    if module == item.path and collected is not None:
-        tests = [test for test in collected if test.path == module]
-        return name not in {escape_test_name(snapshot_test_name(test)) for test in tests}
-    return unquote(strip_test_parameters(name)).rpartition(".")[2] not in _read_text_or_empty(
-        module
-    )
-
-
-def _read_text_or_empty(path: Path) -> str:
-    """Return the text of a file; empty if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""

@@ -165,7 +165,8 @@ def test_a_block_compiles_nothing_more_on_ranks(comm_mode, device_mesh):
 
 
 @pytest.mark.costly
-@fake
+# Beside other tests, the compiler can need minutes.
+@pytest.mark.distributed(world_size=2, backend="fake", timeout_s=300)
 # inductor compiles C++, which takes seconds; differences would show in the other backends.
 @pytest.mark.parametrize(
     "name",

@@ -38,7 +38,7 @@ from pytest_fsdp_comm.comm.explanation.states import (
     template,
 )
 from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Part, Problem, Step
-from pytest_fsdp_comm.comm.explanation.words import name_factor, name_modules
+from pytest_fsdp_comm.comm.explanation.words import name_factor, name_modules, name_times
 from pytest_fsdp_comm.comm.profile import Row, RowKey, replace_fields
 from pytest_fsdp_comm.text.words import itemsize
 
@@ -284,8 +284,12 @@ class Counts(GlobalStep):
         is_of_passes = self.scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}
         if self.scope is Scope.EVERYTHING or (is_of_passes and reductions == self.factor):
             rows = recordings.new.collectives
-            if any(call.role == Role.GRADIENTS for row in rows for call in row.calls):
-                return f"{often} steps, or {often} micro-batches that each reduce gradients"
+            roles = {call.role for row in rows for call in row.calls}
+            if Role.GRADIENTS in roles:
+                # Without other calls, nothing shows how many steps ran.
+                again = f", or each gradient is reduced {name_times(self.factor.numerator)}"
+                again *= roles == {Role.GRADIENTS}
+                return f"{often} steps, or {often} micro-batches that each reduce gradients{again}"
             is_forward = {row.phase for row in rows} <= {Phase.FORWARD}
             units = "forwards" if is_forward else "steps, micro-batches or inputs of one loss"
             if any(row.what == "send" for row in rows):
@@ -627,8 +631,11 @@ class Dtype(_Scaled):
         is_partial = gathered and gathered.isdisjoint(axis for _, axis in self.parts)
         if Role.GRADIENTS in self.roles and not is_partial:
             hook = "a communication hook"
-            policy = f"reduce_dtype of MixedPrecisionPolicy, or {hook}"
-            return f"{hook}, or a manual cast of gradients" if is_refuted else policy
+            if is_refuted:
+                return f"{hook}, or a manual cast of gradients"
+            has_units = gathered or any(row.subject == "reshard" for row in recordings.old.rows)
+            policy = "reduce_dtype of MixedPrecisionPolicy" if has_units else _MODEL_DTYPE
+            return f"{policy}, or {hook}"
         dtype = "MixedPrecisionPolicy, " if gathered else f"{_MODEL_DTYPE}, "
         return f"{'' if is_refuted else dtype}autocast, or a manual cast"
 

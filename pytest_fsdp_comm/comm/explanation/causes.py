@@ -70,6 +70,8 @@ def find_causes(
         *_find_left_unsharded_causes(explanation, recordings),
         *_find_evaluation_causes(explanation, recordings),
         *_find_fewer_backwards_causes(explanation, recordings),
+        *_find_schedule_causes(explanation, recordings),
+        *_find_detached_causes(explanation),
     ]
     explained = [step for cause in causes for step in cause.steps]
     for step in explanation.steps:
@@ -84,6 +86,7 @@ def find_causes(
             causes.append(Cause(text=text, steps=(step,), is_of_torch=is_of_torch))
     causes += _find_prefetch_causes(explanation, recordings)
     causes += _find_exposure_causes(explanation, recordings)
+    causes += _find_ddp_causes(explanation, recordings)
     unique = {cause.text: cause for cause in causes if cause.text}
     return tuple(
         sorted(unique.values(), key=lambda cause: (not cause.is_of_regression, cause.is_of_torch))
@@ -234,6 +237,39 @@ def _find_fewer_backwards_causes(
             yield Cause(text=text)
 
 
+def _find_schedule_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:
+    """Detect that pipeline stages run forwards and backwards in another order."""
+    sends = [
+        [(row.ranks, row.calls) for row in side.collectives if row.what == "send"]
+        for side in recordings.sides
+    ]
+    growth = Counter[Phase]()
+    for sign, side in ((-1, explanation.before), (1, explanation.after)):
+        for row in side:
+            growth[row.phase] += sign * row.count * (row.what == "unshard")
+    is_only_moved = growth[Phase.FORWARD] * growth[Phase.BACKWARD] < 0
+    if sends[0] and sends[0] == sends[1] and is_only_moved and not explanation.steps:
+        yield Cause(text="another pipeline schedule, which runs micro-batches in a different order")
+
+
+def _find_detached_causes(explanation: Explanation) -> Iterator[Cause]:
+    """Detect that collectives of user code no longer have one in backward, and forward is equal."""
+    before, after = (
+        {
+            (row.owner, row.key)
+            for row in side
+            if row.axis and role_of((row,)) in {"", Role.ACTIVATIONS}
+        }
+        for side in (explanation.before, explanation.after)
+    )
+    unchanged = {*explanation.before} & {*explanation.after}
+    lost = before - {(row.owner, row.key) for row in unchanged}
+    phases = {key.phase for _, key in lost}
+    if phases == {Phase.BACKWARD} and lost.isdisjoint(after) and not explanation.steps:
+        text = "gradients no longer pass through a collective of forward"
+        yield Cause(text=f"{text}: detach(), or a call without gradients", is_unwanted=True)
+
+
 def _find_exposure_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:
     """Say why calls are exposed now: the host waits, or the caller waits for them at once."""
     lost = [change for change in find_exposure_changes(recordings) if change.is_lost]
@@ -269,3 +305,20 @@ def _find_prefetch_causes(explanation: Explanation, recordings: Recordings) -> I
             yield Cause(text=f"{call} lists different modules, or modules run in a different order")
         elif trees is not None and changed in trees.prefetching and (distances or has_leftovers):
             yield Cause(text=f"{call} lists different modules, as the tree shows")
+
+
+def _find_ddp_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:
+    """Name the option of DDP whose calls only one of the recordings has."""
+    old, new = (
+        {call.role for row in side.collectives for call in row.calls} for side in recordings.sides
+    )
+    if Role.GRADIENTS not in old & new:
+        return
+    for role, changed in (
+        (Role.UNUSED_PARAMETERS, "looks for unused parameters (find_unused_parameters)"),
+        (Role.BUFFERS, "broadcasts buffers (broadcast_buffers, or the model's buffers)"),
+    ):
+        if role in old ^ new:
+            waits = (step for step in explanation.steps if isinstance(step, Waits))
+            steps = tuple(waits) if role is Role.UNUSED_PARAMETERS else ()
+            yield Cause(text=f"DDP {'now' if role in new else 'no longer'} {changed}", steps=steps)

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import ClassVar, Final, Literal, TypeAlias
 
 from pytest_fsdp_comm.comm.calls import Calls
-from pytest_fsdp_comm.comm.events import Phase, Role
+from pytest_fsdp_comm.comm.events import REDUCING, Phase, Role
 from pytest_fsdp_comm.comm.explanation.evidence import (
     Recordings,
     count_acts,
@@ -250,7 +250,15 @@ class Reduced(_OfGradients):
                 ),
             )
 
+    @property
+    def _reduces(self) -> bool:
+        """Whether these collectives reduce; an optimizer may also gather gradients."""
+        rows = chain(list_collective_rows(self.rows), list_collective_rows(self.old_rows))
+        return any(row.what in REDUCING for row in rows)
+
     def find_problem(self, recordings: Recordings) -> Problem | None:
+        if not self._reduces:
+            return None
         if not self.is_added:
             return "unreduced"
         return "again" if self.is_again else None
@@ -258,6 +266,8 @@ class Reduced(_OfGradients):
     def describe(self, recordings: Recordings) -> str:
         gradients = f"gradients of {name_modules(self.owners)}"
         operations = name_operations(self)
+        if not self._reduces:
+            return f"{gradients} {'now' if self.is_added else 'no longer'} sent by {operations}"
         gathers = self._describe_gathers(recordings)
         if self.is_by_more:
             how = "now also" if self.is_added else "no longer"
@@ -302,7 +312,9 @@ class ReducedPart(_OfGradients):
     def describe(self, recordings: Recordings) -> str:
         gradients = "gradients of"
         sides = [*zip(self.rows.values(), self.old_rows.values(), strict=True)]
-        if self.is_of_unit:
+        # On another number of ranks, the same parameters have gradients of another size.
+        sizes_of_axes = [[axis.size for axis in side.mesh_axes] for side in recordings.sides]
+        if self.is_of_unit and sizes_of_axes[0] == sizes_of_axes[1]:
             gathers = self._describe_gathers(recordings)
             changes = {
                 nbytes_of(new[key]) - nbytes_of(old[key]) for new, old in sides for key in new

@@ -485,9 +485,11 @@ class Exchanged(Replaced):
             nbytes_of(row for row in list_collective_rows(side) if row.what != "recv")
             for side in (self.old_rows, self.rows)
         )
-        amount = "same bytes" if before == after else show_nbytes_change(before, after)
+        amount = ", same bytes" if before == after else f", {show_nbytes_change(before, after)}"
+        # Objects have no size.
+        amount *= before * after > 0
         kinds = f"{' and '.join(self.new)} instead of {' and '.join(self.old)}"
-        return f"{who}{kinds} over {self.axis} {name_phase(self.phase)}, {amount}"
+        return f"{who}{kinds} over {self.axis} {name_phase(self.phase)}{amount}"
 
 
 _ChangedRow: TypeAlias = tuple[RowKey, Rows, Rows]

@@ -9,43 +9,22 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from dataclasses import dataclass
-from types import CodeType, FrameType
-from typing import Any, Final, Literal
+from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 from torch import fx, nn
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.recording.frames import (
-    Whose,
-    call_site_of,
-    find_author,
-    torch_path_prefix,
-    walk_outwards,
-)
-
-# Checked in torch 2.6, 2.9, 2.11 and 2.13; tests/recording/test_contracts.py fails if one moves.
-_CALL_MODULE: Final[CodeType] = upstream.look_up("torch.nn", "Module._call_impl").__code__
-"""The code object of the function that every module call runs."""
-_STEP: Final[CodeType] = upstream.look_up("torch.optim", "Optimizer.profile_hook_step")(
-    lambda: None
-).__code__
-"""The code object of the function that torch wraps around every optimizer's step."""
-
-_DDP: Final = torch_path_prefix() + "nn/parallel/distributed.py"
-# Files of torch whose code runs between the dispatcher and a kernel or a mode.
-BELOW_DISPATCHER: Final = tuple(
-    torch_path_prefix() + path
-    for path in ("_compile.py", "_dynamo/", "_ops.py", "_subclasses/", "utils/_python_dispatch.py")
-)
+from pytest_fsdp_comm.recording.frames import call_site_of, walk_outwards
+from pytest_fsdp_comm.recording.owners.code_kinds import CodeKind, code_kinds, get_cached_code_kind
 
 
 def called_module(frame: FrameType) -> nn.Module | None:
     """Return the module that a frame calls; None for other frames and compiled graphs."""
-    return _read_called_module(frame) if _get_cached_code_kind(frame.f_code) == "module" else None
+    return _read_called_module(frame) if get_cached_code_kind(frame.f_code) == "module" else None
 
 
 def running_modules() -> list[nn.Module | None]:
@@ -53,60 +32,9 @@ def running_modules() -> list[nn.Module | None]:
     modules = []
     for frame in walk_outwards(sys._getframe(1)):
         module = called_module(frame)
-        if module is not None or _get_cached_code_kind(frame.f_code) == "engine":
+        if module is not None or get_cached_code_kind(frame.f_code) == "engine":
             modules.append(module)
     return modules[::-1]
-
-
-_Requester = Literal["user", "library", "ddp", "redistribute", "dtensor", "object"]
-_Code = Literal["skipped", "module", "engine", "step", "other"] | _Requester
-"""The kind of code that a frame runs. ``skipped`` is code of this package, and code that torch runs
-between the dispatcher and a kernel."""
-
-_MEANINGS: Final[dict[Whose, _Code]] = {
-    "user": "user",
-    "library": "library",
-    "stdlib": "other",
-    "ours": "skipped",
-}
-
-# The kind of each code object, keyed by its id, because code objects hash slowly. `_codes` keeps
-# the objects alive, so that ids stay unique. For each collective, we walk a stack of about a
-# hundred frames, so a frame must cost only one look-up.
-_meanings: dict[int, _Code] = {}
-_codes: list[CodeType] = []
-
-
-def _get_cached_code_kind(code: CodeType) -> _Code:
-    meaning = _meanings.get(id(code))
-    if meaning is None:
-        _codes.append(code)
-        meaning = _meanings[id(code)] = _classify_code(code)
-    return meaning
-
-
-def _classify_code(code: CodeType) -> _Code:  # noqa: PLR0911  # one return for each meaning
-    if code is _CALL_MODULE or code is _registered_forward_code():
-        return "module"
-    if code is engine_code():
-        return "engine"
-    if code is _STEP or any(code is clipping for clipping in _clipping_codes()):
-        return "step"
-    if code is code_of("torch.distributed.tensor._redistribute", "redistribute_local_tensor"):
-        return "redistribute"
-    owner = find_author(code.co_filename)
-    if owner != "torch":
-        return _MEANINGS[owner]
-    if code.co_filename.startswith(BELOW_DISPATCHER):
-        return "skipped"
-    if code.co_filename == _DDP:
-        return "ddp"
-    inside = code.co_filename[len(torch_path_prefix()) :]
-    if inside.startswith(("distributed/tensor/", "distributed/_tensor/")):
-        return "dtensor"
-    if inside == "distributed/distributed_c10d.py" and "object" in code.co_name:
-        return "object"
-    return "other"
 
 
 @dataclass(slots=True)
@@ -139,10 +67,10 @@ class StackScan:
         """``path:line`` of the caller; empty if there is none."""
         return call_site_of(self.caller)
 
-    def add_frame(self, kind: _Code, frame: FrameType) -> None:
+    def add_frame(self, kind: CodeKind, frame: FrameType) -> None:
         """Update the scan for a frame that runs neither a module nor the engine."""
         if kind in {"user", "library"}:
-            caller_kind = self.caller and _get_cached_code_kind(self.caller.f_code)
+            caller_kind = self.caller and get_cached_code_kind(self.caller.f_code)
             if caller_kind is None or (caller_kind == "library" and kind == "user"):
                 self.caller = frame
         # Frames further out did not request the call; see Note [No hooks].
@@ -162,13 +90,13 @@ class StackScan:
 
 def scan_stack() -> StackScan:
     """Scan the stack, from the calling function outwards."""
-    scan, get_meaning = StackScan(), _meanings.get
+    scan, get_kind = StackScan(), code_kinds.get
     below = sys._getframe(1)
     frame: FrameType | None = below
     entry: FrameType | None = None
     has_reason = False
     while frame is not None:
-        kind = get_meaning(id(frame.f_code)) or _get_cached_code_kind(frame.f_code)
+        kind = get_kind(id(frame.f_code)) or get_cached_code_kind(frame.f_code)
         if kind == "other":
             scan.is_from_cpp &= entry is not None
         elif kind == "module":
@@ -229,41 +157,8 @@ def is_compiled_graph(module: nn.Module | None) -> bool:
     return any(str(node.target).startswith("tangents_") for node in inputs)
 
 
-def engine_code() -> CodeType:
-    """Return the code of torch's function that calls the autograd engine."""
-    return code_of("torch.autograd.graph", "_engine_run_backward")
-
-
 @functools.cache
 def graph_type() -> type[nn.Module]:
     """Return the class of the graphs that the backends eager and aot_eager call."""
     graph: type[nn.Module] = upstream.look_up("torch.fx._lazy_graph_module", "_LazyGraphModule")
     return graph
-
-
-@functools.cache
-def _registered_forward_code() -> CodeType:
-    # torch wraps this code around a method other than forward, to unshard the FSDP2 unit first.
-    name = "register_fsdp_forward_method"
-    registering = code_of("torch.distributed.fsdp", name)
-    for constant in registering.co_consts:
-        if isinstance(constant, CodeType) and constant.co_name == "wrapped_method":
-            return constant
-    raise upstream.moved_error("torch", f"torch.distributed.fsdp.{name}.<locals>.wrapped_method")
-
-
-@functools.cache
-def _clipping_codes() -> list[CodeType]:
-    """Return the code of torch's functions that clip gradients."""
-    # Look up the public names, which have existed since torch 2.6. The definitions have private
-    # names: torch.nn.utils.get_total_norm is clip_grad._get_total_norm.
-    names = ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm")
-    codes = [code_of("torch.nn.utils", name) for name in names]
-    return [*codes, code_of("torch.distributed.fsdp", "FullyShardedDataParallel.clip_grad_norm_")]
-
-
-@functools.cache
-def code_of(module: str, name: str) -> CodeType:
-    """Return the code object of a torch function, or of a method, such as ``Linear.forward``."""
-    code: CodeType = inspect.unwrap(upstream.look_up(module, name)).__code__
-    return code

@@ -1,0 +1,256 @@
+"""Trace which modules a block calls and which operations they run, as CommDebugMode names them."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from pytest_fsdp_comm import upstream
+from pytest_fsdp_comm.errors import RecordingError
+from pytest_fsdp_comm.recording.dtensors import is_dtensor
+from pytest_fsdp_comm.recording.owners.attribution import BackwardMap, Maker
+from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
+from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, clean_fqn, has_forward
+from pytest_fsdp_comm.recording.private import OpOverload
+
+GLOBAL: Final = "Global"
+"""The key under which CommDebugMode lists totals, and operations outside all modules."""
+
+Placements = tuple[Any, ...] | None
+"""The placements of a DTensor; None for a plain tensor."""
+
+
+@dataclass(slots=True, eq=False)
+class TracedModule:
+    """A module that was called, or whose backward ran an operation."""
+
+    module: weakref.ref[nn.Module]
+    module_type: str
+    """The module's class, in CommDebugMode's notation."""
+    placements: dict[str, Placements]
+    """Placements of the direct parameters, keyed by name. A gathered parameter has None until
+    `settle` reads its placements."""
+    callers: tuple[TracedModule, ...] = ()
+    """The modules that were running when this one was first called, outermost first."""
+    name: str = GLOBAL
+    """The module's name in CommDebugMode: the root's class, then the FQN. `settle` sets it."""
+
+    def settle(self, keys: Mapping[int, str]) -> None:
+        """Set the name from `keys`, and fill in the placements of parameters that were gathered."""
+        module = self.module()
+        if module is not None:
+            self.name = keys.get(id(module), type(module).__name__)
+            # While a unit is gathered, FSDP registers plain tensors, which have no placements.
+            now = _parameters(module)
+            self.placements = {
+                name: _placements(now.get(name)) if placed is None else placed
+                for name, placed in self.placements.items()
+            }
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return the direct parameters, keyed by name; raise if the model no longer exists."""
+        now = _parameters(self.module())
+        if not now.keys() >= self.placements.keys():
+            raise _make_model_gone_error()
+        # Reading `.data` dispatches an operation: hide it from the recording and the test's modes.
+        # Checked in torch 2.6 to 2.15.
+        with upstream.look_up("torch.utils._python_dispatch", "_disable_current_modes")():
+            return {name: now[name].data for name in self.placements}
+
+
+def _trace_module(module: nn.Module) -> TracedModule:
+    module_type = str(type(module)).replace("<", "").replace(">", "")
+    placements = {name: _placements(param) for name, param in _parameters(module).items()}
+    return TracedModule(weakref.ref(module), module_type, placements)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTrace:
+    """The modules and operations that a block ran, under CommDebugMode's names."""
+
+    modules: Callable[[], tuple[TracedModule, ...]]
+    """Returns the modules that ran operations in forward, in the order of their first operations,
+    callers first; without tracing, all modules that have a ``forward``."""
+    keys: Callable[[str], tuple[str, ...]]
+    """Maps an owner's FQN to CommDebugMode's names for the owner and its enclosing modules."""
+    operations: Sequence[tuple[str, dict[str, Any]]] | None = None
+    """Module name and description of each operation, in dispatch order; None without tracing."""
+
+
+class ModuleTracer:
+    """Record which operations a block dispatches, and in which modules."""
+
+    def __init__(self, backward: BackwardMap, units: UnitWatch) -> None:
+        self._backward = backward
+        self._units = units
+        # Checked in torch 2.13.
+        self._fake_mode = upstream.look_up("torch._guards", "active_fake_mode")
+        self._operations: list[tuple[TracedModule | None, dict[str, Any]]] = []
+        self._traced: dict[int, TracedModule] = {}  # keyed by id, valid while the module exists
+        self._called: dict[TracedModule, None] = {}
+
+    def note(self, func: object, dtensor_args: Sequence[Any] | None = None) -> None:
+        """Record an operation; `dtensor_args` are its arguments if DTensor handles it."""
+        if not isinstance(func, OpOverload):  # a higher-order operator
+            return
+        running = self._backward.innermost
+        is_backward = self._backward.is_in_backward()
+        traced: TracedModule | None = None
+        if running is not None:
+            traced = self._get_traced_module(running)
+            if traced not in self._called and not is_backward:
+                callers: tuple[TracedModule, ...] = ()
+                for caller in map(self._get_traced_module, self._backward.modules):
+                    if caller not in self._called:
+                        caller.callers = callers
+                        self._called[caller] = None
+                    if caller not in callers:
+                        callers = (*callers, caller)
+        elif is_backward:
+            traced = self._find_backward_module()
+        # Skip operations on fake tensors: DTensor runs them to infer the shapes of results.
+        if dtensor_args is None and self._fake_mode() is not None:
+            return
+        dtensors = [arg for arg in dtensor_args or () if is_dtensor(arg)]
+        operation = {
+            "name": func,
+            "input_shape": [arg.shape for arg in dtensors],
+            "input_sharding": [arg.placements for arg in dtensors],
+            "device_mesh": str(dtensors[-1].device_mesh) if dtensors else "",
+            "is_bw": is_backward,
+            "is_activation_checkpointing": is_backward and running is not None,
+        }
+        self._operations.append((traced, operation))
+
+    def _find_backward_module(self) -> TracedModule | None:
+        issuer = self._units.issuer
+        if issuer:
+            return self._get_traced_module(issuer[0])
+        # The previous operation computed this gradient: use its module, and avoid a slow search.
+        if self._backward.adds_gradient() and self._operations:
+            traced, operation = self._operations[-1]
+            if operation["is_bw"]:
+                return traced
+        maker, _ = self._backward.maker_of_current_node()
+        return None if isinstance(maker, Maker) else self._get_traced_module(maker)
+
+    def _get_traced_module(self, module: nn.Module) -> TracedModule:
+        traced = self._traced.get(id(module))
+        # Compare the modules, because a module that no longer exists may have had this id.
+        if traced is None or traced.module() is not module:
+            traced = self._traced[id(module)] = _trace_module(module)
+        return traced
+
+    def result(self, roots: Sequence[nn.Module], names: ModuleNames) -> ModuleTrace:
+        """Return the trace so far, with names relative to the roots."""
+        outermost = (traced.module() for traced in self._called if not traced.callers)
+        keys = _map_ids_to_debug_names(
+            (*roots, *(module for module in outermost if module is not None))
+        )
+        for traced in {*self._called, *(noted[0] for noted in self._operations)}:
+            if traced is not None:
+                traced.settle(keys)
+        called = {traced.name: traced for traced in self._called if traced.module() is not None}
+        return ModuleTrace(
+            modules=lambda: tuple(called.values()),
+            keys=_make_debug_name_finder(names),
+            operations=tuple(
+                (GLOBAL if traced is None else traced.name, operation)
+                for traced, operation in self._operations
+            ),
+        )
+
+
+def make_trace_without_operations(roots: Sequence[nn.Module], names: ModuleNames) -> ModuleTrace:
+    """Return the trace of a block that ran without a `ModuleTracer`: modules, but no operations."""
+    return ModuleTrace(
+        # Build the list lazily: every block has a trace, but few tests read it.
+        modules=functools.partial(_modules_below, [weakref.ref(root) for root in roots]),
+        keys=_make_debug_name_finder(names),
+    )
+
+
+def _modules_below(references: Sequence[weakref.ref[nn.Module]]) -> tuple[TracedModule, ...]:
+    roots = [root for root in (reference() for reference in references) if root is not None]
+    if len(roots) < len(references):
+        raise _make_model_gone_error()
+    keys = _map_ids_to_debug_names(roots)
+    modules: dict[str, TracedModule] = {}
+    for module in (module for root in roots for module in root.modules() if has_forward(module)):
+        traced = _trace_module(module)
+        traced.name = keys[id(module)]
+        traced.callers = tuple(
+            modules[key] for key in _list_enclosing_names(traced.name) if key in modules
+        )
+        modules[traced.name] = traced
+    return tuple(modules.values())
+
+
+def _make_model_gone_error() -> RecordingError:
+    return RecordingError(
+        "the recorded model no longer exists; keep a reference to it until you have read its "
+        "modules and parameters"
+    )
+
+
+def _placements(parameter: Any) -> Placements:
+    return tuple(parameter.placements) if is_dtensor(parameter) else None
+
+
+def _parameters(module: nn.Module | None) -> dict[str, torch.Tensor]:
+    # Do not use getattr(), which could run a property of the user's class.
+    return {} if module is None else dict(module.named_parameters(recurse=False))
+
+
+def _map_ids_to_debug_names(roots: Iterable[nn.Module]) -> dict[int, str]:
+    """Return CommDebugMode's names for all modules below the roots, keyed by module ``id``."""
+    keys: dict[int, str] = {}
+    for root in roots:
+        for path, module in root.named_modules():
+            keys.setdefault(id(module), _make_debug_name(type(root).__name__, path))
+    return keys
+
+
+def _make_debug_name(root: str, path: str) -> str:
+    fqn = clean_fqn(path)
+    return f"{root}.{fqn}" if fqn else root
+
+
+def _make_debug_name_finder(names: ModuleNames) -> Callable[[str], tuple[str, ...]]:
+    # Store ids, not modules, so that no model is kept alive. Few tests need the names, so compute
+    # them lazily.
+    places = [(id(module), has_forward(module)) for module in names.modules]
+    by_id, paths = names.by_id, names.paths
+
+    @functools.cache
+    def name_modules() -> tuple[dict[str, str], set[str]]:
+        first: dict[int, tuple[str, bool, str, str]] = {}
+        for (module, is_callable), path in zip(places, paths, strict=True):
+            first.setdefault(module, (by_id[module], is_callable, *path))
+        keys = {fqn: _make_debug_name(*path) for fqn, _, *path in first.values()}
+        return keys, {
+            _make_debug_name(*path) for _, is_callable, *path in first.values() if is_callable
+        }
+
+    def find_debug_names(owner: str) -> Iterator[str]:
+        keys, callable_ = name_modules()
+        # If a unit has several modules, its name is their FQNs, joined with ``+``.
+        for fqn in [owner] if owner in keys else owner.split("+"):
+            if fqn in keys:
+                yield from (
+                    outer for outer in _list_enclosing_names(keys[fqn]) if outer in callable_
+                )
+                yield keys[fqn]
+
+    return functools.cache(lambda owner: tuple(dict.fromkeys(find_debug_names(owner))))
+
+
+def _list_enclosing_names(key: str) -> Iterator[str]:
+    """Yield the names of the modules that contain a module, outermost first."""
+    return (key[:at] for at, character in enumerate(key) if character == ".")
