@@ -258,7 +258,7 @@ def _find_detached_causes(explanation: Explanation) -> Iterator[Cause]:
         {
             (row.owner, row.key)
             for row in side
-            if row.axis and role_of((row,)) in {"", Role.ACTIVATIONS}
+            if row.axis and {call.role for call in row.calls} <= {"", Role.ACTIVATIONS}
         }
         for side in (explanation.before, explanation.after)
     )

@@ -7,6 +7,7 @@ from models import BLOCK_NBYTES, LINEAR_NBYTES, ROOT_NBYTES, WIDTH, Model, shard
 from oracle import gloo_and_fake, lines, witnessed, witnessed_twice
 from torch import nn
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 MODEL = ROOT_NBYTES + 2 * BLOCK_NBYTES
@@ -107,6 +108,24 @@ def test_buffers_are_broadcast_in_forward(comm_mode):
         f"backward . all_reduce[world] {LINEAR_NBYTES + 3 * WIDTH * 4} < 0",
     ]
     assert sources(comm_mode) == {"ddp"}
+    assert [event.role for event in comm_mode.events] == ["buffers", "buffers", "gradients"]
+
+
+@ws2
+def test_counts_of_join_and_its_last_model_have_no_role(comm_mode):
+    model = DistributedDataParallel(Model())
+    step(model)
+    step(model)
+    with comm_mode(model), Join([model]):
+        step(model)
+    sent = {(event.kind, event.phase.value, event.role) for event in comm_mode.events}
+    assert sent == {
+        ("all_reduce", "backward", "gradients"),
+        # How many ranks have inputs left, the rank with the last model, and that model.
+        ("all_reduce", "forward", None),
+        ("all_reduce", "outside", None),
+        ("broadcast", "outside", None),
+    }
 
 
 @pytest.mark.upstream
