@@ -76,9 +76,9 @@ def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
     lead = "the snapshot of a removed test is identical:" if same else "was the test renamed?"
     paths = (missing.parent, (same or near)[0], missing)
     directory, old, new = (shell_word(path_from(item.config, path)) for path in paths)
-    # git mv does not create directories, so create a missing one first.
+    # mv does not create directories. git mv would refuse files that are not committed yet.
     mkdir = "" if missing.parent.is_dir() else f"mkdir -p {directory} && "
-    return f"{lead} {mkdir}git mv {old} {new}"
+    return f"{lead} {mkdir}mv -n {old} {new}"
 
 
 def _is_test_gone(item: pytest.Item, path: Path, name: str) -> bool:

@@ -14,7 +14,7 @@ import pytest
 
 from pytest_fsdp_comm.marker import may_record, snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OPTIONS
-from pytest_fsdp_comm.snapshots.failed_comparison import print_shared_changes
+from pytest_fsdp_comm.snapshots.failed_comparison import failure_of, print_shared_changes
 from pytest_fsdp_comm.snapshots.names import (
     directory_to_module,
     escape_test_name,
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 # syrupy, which would delete unused ones (`discover_snapshots` returns none).
 
 _HEADER: Final = "# pytest-fsdp-comm "
+# Matches the command that `describe_neighbour` suggests.
+_MOVE: Final = re.compile(r"(?:mkdir -p \S.* && )?mv -n .+")
 # The first comparison imports this module. Do not import it earlier, because the import takes
 # longer than a short session.
 _EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
@@ -227,14 +229,28 @@ class UnusedSnapshots:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print changes that made several tests fail, then unused files, with commands for both."""
         print_shared_changes(terminalreporter)
-        if not self.files:
-            return
-        # If a failure suggests renaming a file, do not suggest removing it.
-        failures = "".join(report.longreprtext for report in terminalreporter.getreports("failed"))
+        failures = map(failure_of, terminalreporter.getreports("failed"))
+        errors = [
+            text
+            for failure in failures
+            if failure is not None
+            for text in (
+                failure.head,
+                *failure.heads,
+                *(entry.text for entry in failure.select("error")),
+            )
+        ]
+        moves = dict.fromkeys(match[0] for text in errors if (match := _MOVE.search(text)))
+        if moves:
+            terminalreporter.write_sep("-", "communication snapshots of renamed tests")
+            terminalreporter.write_line("To move them:")
+            for command in moves:
+                terminalreporter.write_line(f"  {command}")
         files = [
             (path, argument)
             for path in self.files
-            if f"git mv {shell_word(argument := path_from(self._config, path))} " not in failures
+            for argument in [path_from(self._config, path)]
+            if not any(f"mv -n {shell_word(argument)} " in command for command in moves)
         ]
         if not files:
             return
@@ -243,10 +259,10 @@ class UnusedSnapshots:
         write(f"{show_count(len(files), 'snapshot file')} that no test compared:", yellow=True)
         for path, _ in files:
             write(f"  {show_path(path, self._config.rootpath)}")
-        if MISSING in failures:
+        if any(MISSING in text for text in errors):
             write(
-                "Some tests have no snapshot yet. If you renamed or moved them, their failures say "
-                "with -vv how to move the files. Do that before you remove any."
+                "Some tests have no snapshot yet. If you renamed or moved them, move these files "
+                "instead of removing them."
             )
             return
         paths = [argument for _, argument in files]

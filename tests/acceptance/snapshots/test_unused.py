@@ -441,7 +441,7 @@ def test_missing_snapshot_names_the_renamed_file(project, old, new, change):
             TEST_A, "class TestLlama:\n    def test_step", "class TestLlama:\n    def test_new"
         )
     result = project.run(*arguments)
-    move = shlex.join(["git", "mv", f"snapshots/{old}.ws1.comm", f"snapshots/{new}.ws1.comm"])
+    move = shlex.join(["mv", "-n", f"snapshots/{old}.ws1.comm", f"snapshots/{new}.ws1.comm"])
     if "test_c" in new:
         move = f"mkdir -p snapshots/tests/sub/test_c && {move}"
     lead = "was the test renamed?" if change else "the snapshot of a removed test is identical:"
@@ -465,12 +465,12 @@ def test_missing_snapshot_of_a_renamed_class_keeps_its_parameters(project, args)
     directory = "snapshots/tests/test_c"
     for size in ("small", "large"):
         end = f"test_sizes[{size}].ws1.comm"
-        move = shlex.join(["git", "mv", f"{directory}/TestOld.{end}", f"{directory}/TestNew.{end}"])
+        move = shlex.join(["mv", "-n", f"{directory}/TestOld.{end}", f"{directory}/TestNew.{end}"])
         said = missing(result)[f"tests/test_c/TestNew.test_sizes[{size}].ws1"]
         assert said == f"the snapshot of a removed test is identical: {move}"
 
 
-def test_files_of_renamed_tests_are_not_listed_for_removal(project):
+def test_printed_commands_move_all_files_of_a_renamed_test(project):
     """Even if a failure is too long to show how to move all of its files."""
     several = {f"a_long_name_of_a_value_{number}": "recorded" for number in range(4)}
     values = ", ".join(f"'{name}': {value}" for name, value in several.items())
@@ -480,6 +480,14 @@ def test_files_of_renamed_tests_are_not_listed_for_removal(project):
         result = project.run(*["--snapshot-update"] * (name == "test_of_several"))
     assert "git rm" not in result.stdout
     assert "To remove them" not in result.stdout
+    _, _, below = result.stdout.partition("To move them:\n")
+    commands = [line.strip() for line in below.splitlines() if line.startswith("  mv -n ")]
+    assert len(commands) == len(several)
+    for command in commands:
+        subprocess.run(command, shell=True, cwd=project.path, check=True)  # noqa: S602  # as pasted
+    result = project.run()
+    assert result.returncode == 0
+    assert "To move them" not in result.stdout
 
 
 def test_missing_snapshot_without_a_renamed_one(project):

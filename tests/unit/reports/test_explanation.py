@@ -231,7 +231,7 @@ def test_missing_snapshots_keep_the_command_to_record():
     texts = {
         name: Failure.from_error(
             f"there is no snapshot snapshots/tests/test_models/test_step.ws4.{name} yet\n"
-            f"  was the test renamed? git mv {'a' * 100} {'b' * 100}",
+            f"  was the test renamed? mv -n {'a' * 100} {'b' * 100}",
             NO_SNAPSHOT,
         )
         for name in ("comm", "tree")
