@@ -176,13 +176,16 @@ def _list_subclasses(kind: type[object]) -> Iterator[type[object]]:
 
 
 def _wrap_loader_iter(iterate: Callable[..., object]) -> Callable[..., object]:
-    """Make a DataLoader run without workers, which would send tensors through shared memory."""
+    """Make a DataLoader run without workers, which would send tensors through shared memory.
+
+    It does not pin memory either: torch would warn that there is no GPU.
+    """
 
     @functools.wraps(iterate)
     def run(loader: DataLoader[object]) -> object:
         settings = vars(loader)
-        original = {name: settings[name] for name in ("num_workers", "timeout")}
-        settings.update(num_workers=0, timeout=0)
+        original = {name: settings[name] for name in ("num_workers", "timeout", "pin_memory")}
+        settings.update(num_workers=0, timeout=0, pin_memory=False)
         try:
             return iterate(loader)
         finally:

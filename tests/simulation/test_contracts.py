@@ -106,8 +106,8 @@ def check_conversions():
     memo = mode.fake_tensor_converter.meta_converter.tensor_memo
     memo.clear()  # since torch 2.15 it has what the mode has made
     assert len(memo) == 0
-    loader = vars(DataLoader([1], num_workers=1, timeout=3))
-    assert (loader["num_workers"], loader["timeout"]) == (1, 3)
+    loader = vars(DataLoader([1], num_workers=1, timeout=3, pin_memory=True))
+    assert [loader[name] for name in ("num_workers", "timeout", "pin_memory")] == [1, 3, True]
 
 
 def test_replaced_functions_are_what_torch_calls():

@@ -122,9 +122,10 @@ class StatefulLoader(DataLoader):
 
 @simulated
 def test_loaders_of_others_start_no_worker():
-    loader = StatefulLoader(torch.arange(4), 2, num_workers=1)
+    loader = StatefulLoader(torch.arange(4), 2, num_workers=1, pin_memory=True)
+    # If it pinned memory, torch would warn, and the suite turns warnings into errors.
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
-    assert loader.num_workers == 1
+    assert (loader.num_workers, loader.pin_memory) == (1, True)
 
 
 @simulated
