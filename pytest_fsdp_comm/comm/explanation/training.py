@@ -80,6 +80,8 @@ class TrainingChange:
 
     def covers_step(self, step: Step) -> bool:
         """Whether the report of this change already covers everything in a step."""
+        if isinstance(step, ReducedTimes):
+            return self.problem == "times" and {*step.owners} <= {*self.owners}
         if not isinstance(step, Replaced) or step.is_added:
             return False
         if self.problem == "unsharded":
@@ -165,6 +167,12 @@ def find_training_changes(
     for owner, problem in problems:
         if not any(_is_reported_by_step(problem[0], owner, step, recordings) for step in steps):
             owners_by_problem[problem].append(owner)
+    for owner, problem in problems:
+        # One sentence names all modules whose gradients are reduced more or less often, even if a
+        # step reports some of them.
+        listed = owners_by_problem.get(problem, [])
+        if problem[0] == "times" and listed and owner not in listed:
+            listed.append(owner)
     changes = [training.change(*group) for group in owners_by_problem.items()]
     lost = {owner for owner, (problem, *_) in problems if problem in _LOST}
     reported: list[tuple[int, TrainingChange | Step]]
