@@ -85,7 +85,11 @@ def _describe_bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str],
             *in_all,
         ], calls
     if cost.before.nbytes == cost.after.nbytes:
-        head = f"bytes unchanged in all ({show_nbytes(cost.after.nbytes)} {ranks})"
+        nbytes = show_nbytes(cost.after.nbytes)
+        head = f"bytes unchanged in all ({nbytes} {ranks})"
+        if cost.ranks:
+            where = _name_ranks_briefly(cost.ranks)
+            head = f"bytes unchanged in all on {where}, where kinds change most ({nbytes} per step)"
     else:
         head = f"{_show_bytes_growth(cost)} bytes in all ({_show_bytes_change(cost)} {ranks})"
         before, after = cost.before.nbytes, cost.after.nbytes

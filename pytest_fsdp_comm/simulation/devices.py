@@ -490,12 +490,12 @@ def _cuda_patches() -> Iterator[Replacement]:
         )
     yield from _stream_patches()
     yield from _patches_of_present((cuda, torch.accelerator), dict.fromkeys(_IDLE, _Idle))
-    for module, version in ((cuda.nccl, (2, 28, 9)), (cudnn, 91002)):
-        yield (
-            module,
-            "version",
-            _wrap_for_code_outside_torch(answer(version, "version"), module.version),
-        )
+    for module, name, version in (
+        (cuda.nccl, "nccl.version", (2, 28, 9)),
+        (cudnn, "cudnn.version", 91002),
+    ):
+        function = _wrap_for_code_outside_torch(answer(version, name), module.version)
+        yield module, "version", function
     yield cudnn, "is_available", _wrap_for_code_outside_torch(lambda: True, cudnn.is_available)
     yield torch.version, "cuda", torch.version.cuda or _CUDA_VERSION
     yield torch, "get_device_module", _wrap_for_code_outside_torch(module_of, get_module)

@@ -239,9 +239,10 @@ def _describe_unit_changes(old: UnitFacts | None, new: UnitFacts | None) -> Iter
     if old.offload != new.offload:
         yield "shards move to host memory" if new.offload else "shards move to the device"
     yield from _describe_field_changes(old, new, "gradient_divide_factor", "force_sum_reduction")
-    yield from _describe_field_changes(
-        old, new, "forward_prefetch", "backward_prefetch", "prefetch"
-    )
+    if old.kind == new.kind:  # each version of FSDP has other settings
+        yield from _describe_field_changes(
+            old, new, "forward_prefetch", "backward_prefetch", "prefetch"
+        )
 
 
 def _describe_field_changes(old: object, new: object, *names: str) -> Iterator[str]:

@@ -33,6 +33,7 @@ from pytest_fsdp_comm.comm.explanation.states import (
     is_of_gradients,
     is_of_unit,
     keys_that_differ,
+    nbytes_of,
     role_of,
     sizes_of,
     template,
@@ -211,6 +212,9 @@ class Counts(GlobalStep):
         if recordings.ratio(matches, is_shared=True) != self.factor:
             # Another step changes what backward sends.
             calls, matches = "all forward calls", _make_phase_matcher(Phase.FORWARD)
+        roles = {call.role for _, call in _list_matching_calls(matches, recordings)}
+        if roles == {""}:  # user code's, which no module shows
+            calls += _describe_matching_kinds(matches, recordings)
         text = self._describe_call_factor(calls, matches, recordings)
         if reductions in {None, 0, self.factor}:
             return text
@@ -344,14 +348,18 @@ def _is_pass_call_without_gradients(key: RowKey, call: Calls, _owner: Owner) -> 
 
 def _describe_matching_kinds(matches: Matches, recordings: Recordings) -> str:
     """Name the kinds and axes of matching calls: `` (recv[pp], send[pp])``; empty if many."""
-    _, new = recordings.states
-    kinds = {
-        str(key)
-        for owner, content in new.items()
-        for key, call in content.calls()
-        if key.axis and matches(key, call, owner)
-    }
+    kinds = {str(key) for key, _ in _list_matching_calls(matches, recordings)}
     return f" ({', '.join(sorted(kinds))})" if 0 < len(kinds) <= _MAX_KINDS else ""
+
+
+def _list_matching_calls(
+    matches: Matches, recordings: Recordings
+) -> Iterator[tuple[RowKey, Calls]]:
+    """Iterate over the matching collectives of the new recording."""
+    for owner, content in recordings.states[1].items():
+        for key, call in content.calls():
+            if key.axis and matches(key, call, owner):
+                yield key, call
 
 
 def _is_activation(_key: RowKey, call: Calls, _owner: Owner) -> bool:
@@ -577,6 +585,9 @@ class Dtype(_Scaled):
         for group in between.differences:
             for key, was, now in group.rows:
                 sizes, role = sizes_of(was, now), role_of(was)
+                if sizes is None and count_calls(was) == count_calls(now):
+                    # The calls differ in size, such as DDP's buckets; their sums have the factor.
+                    sizes = nbytes_of(was), nbytes_of(now)
                 old, new = (
                     get_sole((call.dtype for call in calls_of(rows)), "") for rows in (was, now)
                 )

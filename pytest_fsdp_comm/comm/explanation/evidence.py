@@ -97,10 +97,15 @@ class Recordings:
         return count_carried_elements(self.renamed, self.new)
 
     def is_unchanged(self, matches: Matches) -> bool:
-        """Whether both recordings have the same matching calls."""
+        """Whether both recordings have the same matching calls, over groups of the same ranks."""
+        old_axes, new_axes = (
+            {axis.name: (axis.size, axis.dims) for axis in side.mesh_axes} for side in self.sides
+        )
+        moved = {name for name in old_axes.keys() & new_axes if old_axes[name] != new_axes[name]}
         return all(
             _count_matching_calls(old, matches, owner) == _count_matching_calls(new, matches, owner)
-            for owner, old, new in self._pair_contents()
+            and moved.isdisjoint(key.axis for key, *_ in _count_matching_calls(new, matches, owner))
+            for owner, old, new in self._pair_contents(with_equal=bool(moved))
         )
 
     def ratio(self, matches: Matches, *, is_shared: bool = False) -> Fraction | None:

@@ -27,6 +27,8 @@ from pytest_fsdp_comm.text.fqn import ROOT_TEXT
 _MOST_RENAMES: Final = 6
 _List: TypeAlias = dict[int, dict[str, Content]]
 """The contents of a module list, keyed by index, then by name relative to that module."""
+_WORLD: Final = "world"
+"""The axis of the default group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,8 @@ class AxisRenamed(GlobalStep):
         return self.new if axis == self.old else axis
 
     def describe(self, recordings: Recordings) -> str:
+        if self.has_same_ranks and _WORLD in {self.old, self.new}:
+            return f"collectives over {self.old} are now over {self.new} (same ranks)"
         if self.has_same_ranks:
             return f"mesh axis {self.old} renamed to {self.new} (same ranks)"
         return f"all collectives over {self.old} moved to {self.new}"
@@ -225,6 +229,11 @@ class Layers(Step):
 
     def describe(self, recordings: Recordings) -> str:
         added = ", the new ones like their siblings" if self.new > self.old else ""
+        if self.new < self.old:
+            trees, (old, new) = recordings.trees, recordings.states
+            is_present = trees is not None and trees.has_units(old.keys() - new.keys())
+            added = ", the others did not run" if is_present else ", the others removed or not run"
+            added *= is_present or trees is None
         modules = "modules" if self.has_units else "modules that communicate"
         return f"{self.prefix or ROOT_TEXT}: {self.old} -> {self.new} {modules}{added}"
 

@@ -34,7 +34,7 @@ from pytest_fsdp_comm.comm.explanation.words import (
     name_phase,
     name_place,
 )
-from pytest_fsdp_comm.comm.profile import CommProfile, RowKey
+from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 from pytest_fsdp_comm.text.words import show_count, show_nbytes, show_nbytes_change
 
 NORM: Final = "_NormPartial("
@@ -480,9 +480,8 @@ class Exchanged(Replaced):
 
     def describe(self, recordings: Recordings) -> str:
         who = "" if self.owners == (None,) else f"{name_modules(self.owners)}: "
-        # Each message of a ring is both sent and received.
         before, after = (
-            nbytes_of(row for row in list_collective_rows(side) if row.what != "recv")
+            _find_nbytes_of_busiest(list_collective_rows(side))
             for side in (self.old_rows, self.rows)
         )
         amount = ", same bytes" if before == after else f", {show_nbytes_change(before, after)}"
@@ -490,6 +489,16 @@ class Exchanged(Replaced):
         amount *= before * after > 0
         kinds = f"{' and '.join(self.new)} instead of {' and '.join(self.old)}"
         return f"{who}{kinds} over {self.axis} {name_phase(self.phase)}{amount}"
+
+
+def _find_nbytes_of_busiest(rows: Iterable[Row]) -> int:
+    """Return the bytes of rows on the rank that sends the most."""
+    nbytes = Counter[int | None]()
+    for row in rows:
+        for rank in row.ranks or (None,):
+            nbytes[rank] += row.nbytes
+    common = nbytes.pop(None, 0)
+    return common + max(nbytes.values(), default=0)
 
 
 _ChangedRow: TypeAlias = tuple[RowKey, Rows, Rows]

@@ -238,8 +238,8 @@ LAYERS = [f"layers.{n}" for n in range(3)]
                 profile(),
                 lambda one: times(one, 2) if one.phase is BACKWARD and role(one) else one,
             ),
-            "gradients of layers.{0..2} are reduced 1 -> 2 times per step over dp: 3 -> 6 calls, "
-            "30.0 -> 60.0 KiB per rank",
+            "gradients of (root), layers.{0..2} are reduced 1 -> 2 times per step over dp: 4 -> 8 "
+            "calls, 35.0 -> 70.0 KiB per rank",
         ),
         # A part of a unit gets none.
         (
