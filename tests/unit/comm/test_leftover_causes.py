@@ -1,10 +1,13 @@
 """Causes of rows that no step explains: options of DDP, schedules of pipelines, lost backwards."""
 
+from dataclasses import replace
+
 import pytest
-from sample_profiles import BACKWARD, FORWARD, counted, made, row
+from sample_profiles import BACKWARD, DP, FORWARD, TP, counted, made, profile, row
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.profile import replace_fields
 from pytest_fsdp_comm.reports.changes import render_comparison
 
 OUTSIDE = Phase.OUTSIDE
@@ -136,3 +139,97 @@ def test_gradients_gathered_by_an_optimizer_are_not_reduced():
     lines = told([*unit, muon], unit)
     assert lines[0] == "gradients of layers.0 no longer sent by all_gather[dp]"
     assert not any("breaks training" in line for line in lines)
+
+
+def test_bytes_of_another_kind_are_those_of_one_rank():
+    """Ranks with different rows are not added up."""
+    scattered = [
+        replace(row(BACKWARD, None, "scatter", 1_024, count=2), ranks=(rank,)) for rank in range(8)
+    ]
+    ring = [row(BACKWARD, None, kind, 512) for kind in ("send", "recv")]
+    line = "recv and send instead of scatter over dp in backward, 2.0 -> 1.0 KiB"
+    assert told([BUCKET, *scattered], [BUCKET, *ring])[0] == line
+
+
+def test_buckets_of_different_sizes_have_one_new_dtype():
+    def buckets(dtype, *sizes):
+        calls = (
+            row(BACKWARD, "", "all_reduce", size, "gradients", dtype=dtype).calls[0]
+            for size in sizes
+        )
+        return replace(BUCKET, calls=replace_fields(tuple(calls)))
+
+    lines = told([buckets("float32", 4_096, 1_024)], [buckets("float16", 2_048, 512)])
+    assert lines[:2] == [
+        "gradients[world] float32 -> float16, half the bytes",
+        # Without units, there is no MixedPrecisionPolicy.
+        "likely: the dtype of the model's parameters, or a communication hook",
+    ]
+
+
+def test_calls_over_other_ranks_are_not_unchanged():
+    norm = row(Phase.OPTIMIZER, None, "all_reduce", 4)
+    old, new = profile(extra=[[norm]]), profile()
+    (first, *_) = render_comparison(compare(old, new), snapshot="s").changes
+    assert first.text == "no more collectives in the optimizer, forward unchanged"
+    moved = replace(new, mesh_axes=(replace(DP, dims=((4, 1),)),))
+    texts = [entry.text for entry in render_comparison(compare(old, moved), snapshot="s").changes]
+    assert "no more collectives in the optimizer" in texts
+
+
+def test_gradients_on_another_number_of_ranks_are_not_of_fewer_parameters():
+    def replicated(shards):
+        sent = [
+            row(FORWARD, "layers.0", "all_gather", 4_096, "parameters", axis="tp"),
+            row(BACKWARD, "layers.0", "reduce_scatter", 4_096, "gradients", axis="tp"),
+            row(BACKWARD, "layers.0", "all_reduce", 4_096 // shards, "gradients", axis="dp"),
+        ]
+        return made(sent)
+
+    line = "gradients of fewer parameters are now reduced, gathers unchanged: layers.0"
+    assert first_text(replicated(4), replicated(8)) == f"{line} 1.0 KiB -> 512 B per call"
+    larger = replace(replicated(8), mesh_axes=(DP, replace(TP, size=8, dims=((8, 1),))))
+    changes = render_comparison(compare(replicated(4), larger), snapshot="s").changes
+    assert "gradients of layers.0 1.0 KiB -> 512 B per call" in [entry.text for entry in changes]
+
+
+def first_text(old, new):
+    return render_comparison(compare(old, new), snapshot="s").changes[0].text
+
+
+def test_default_group_is_no_renamed_mesh_axis():
+    def over(axis):
+        return replace(profile(), mesh_axes=(replace(DP, name=axis),), rows=moved_to(axis))
+
+    def moved_to(axis):
+        return tuple(replace(one, axis=axis if one.axis else "") for one in profile().rows)
+
+    assert first_text(over("world"), over("dp")) == (
+        "collectives over world are now over dp (same ranks)"
+    )
+    assert first_text(over("data"), over("dp")) == "mesh axis data renamed to dp (same ranks)"
+
+
+def test_missing_layers_are_removed_or_not_run():
+    assert (
+        first_text(profile(4), profile(3))
+        == "layers: 4 -> 3 modules, the others removed or not run"
+    )
+    assert first_text(profile(3), profile(4)).startswith("layers: 3 -> 4 modules, the new ones")
+
+
+def test_collectives_of_user_code_are_named_if_all_are_half():
+    def loss(count):
+        return made(
+            [
+                BUCKET,
+                row(OUTSIDE, None, "all_gather", 64, axis="world", count=count),
+                row(BACKWARD, None, "scatter", 64, axis="world", count=count),
+            ]
+        )
+
+    text = first_text(loss(2), loss(1))
+    assert text == (
+        "all forward and backward calls (scatter[world]): half as many, gradient reductions "
+        "unchanged"
+    )
