@@ -20,6 +20,7 @@ from pytest_fsdp_comm.comm.explanation.states import (
     calls_of,
     count_calls,
     count_calls_of_all_keys,
+    get_sole,
     is_part,
     keys_that_differ,
     nbytes_of,
@@ -489,6 +490,46 @@ class Exchanged(Replaced):
         amount *= before * after > 0
         kinds = f"{' and '.join(self.new)} instead of {' and '.join(self.old)}"
         return f"{who}{kinds} over {self.axis} {name_phase(self.phase)}{amount}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherTensors(Replaced):
+    """As many calls as before send tensors that belong to no module, or no longer do."""
+
+    key: RowKey
+    modules: tuple[Owner, ...]
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        for is_added in (True, False):
+            owned, loose = between.sides(is_added=is_added)
+            for key, rows in loose[None].rows.items():
+                if not key.axis or owned[None].row(key):
+                    continue
+                modules = tuple(
+                    owner
+                    for owner in between.owners
+                    if owner is not None and owned[owner].row(key) and not loose[owner].row(key)
+                )
+                if count_calls(rows) == sum(
+                    count_calls(owned[owner].row(key)) for owner in modules
+                ):
+                    chosen = [key]
+                    keys: dict[Owner, list[RowKey]] = dict.fromkeys((*modules, None), chosen)
+                    yield from cls.propose_copied_rows(
+                        between, keys, is_added=is_added, key=key, modules=modules
+                    )
+
+    def describe(self, recordings: Recordings) -> str:
+        sides = [tuple(list_collective_rows(side)) for side in (self.old_rows, self.rows)]
+        before, after = map(_find_nbytes_of_busiest, sides)
+        calls = show_count(count_calls(sides[1 if self.is_added else 0]), "call")
+        how = "other tensors than those" if self.is_added else "tensors"
+        amount = "same bytes" if before == after else show_nbytes_change(before, after)
+        where = f"{self.key} {name_phase(self.key.phase)}"
+        old, new = (get_sole((call.dtype for call in calls_of(side)), "") for side in sides)
+        dtype = f" in {new} instead of {old}" if old and new and old != new else ""
+        return f"{where}: {calls} now send {how} of {name_modules(self.modules)}{dtype}, {amount}"
 
 
 def _find_nbytes_of_busiest(rows: Iterable[Row]) -> int:

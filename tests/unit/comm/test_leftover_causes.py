@@ -233,3 +233,22 @@ def test_collectives_of_user_code_are_named_if_all_are_half():
         "all forward and backward calls (scatter[world]): half as many, gradient reductions "
         "unchanged"
     )
+
+
+def test_calls_that_send_copies_are_not_new_calls():
+    def averaging(owner, dtype, nbytes, count=1):
+        return row(OUTSIDE, owner, "all_reduce", nbytes, dtype=dtype, count=count)
+
+    modules = [averaging(f"layers.{number}", "float32", 1_024) for number in range(3)]
+    copies = averaging(None, "bfloat16", 512, count=3)
+    where = "all_reduce[dp] outside forward and backward: 3 calls now send"
+    assert told([BUCKET, *modules], [BUCKET, copies])[0] == (
+        f"{where} other tensors than those of layers.{{0..2}} in bfloat16 instead of float32, "
+        "3.0 -> 1.5 KiB"
+    )
+    assert told([BUCKET, copies], [BUCKET, *modules])[0] == (
+        f"{where} tensors of layers.{{0..2}} in float32 instead of bfloat16, 1.5 -> 3.0 KiB"
+    )
+    # More or fewer calls are new or lost calls.
+    more = averaging(None, "bfloat16", 512, count=4)
+    assert not any("now send" in line for line in told([BUCKET, *modules], [BUCKET, more]))
