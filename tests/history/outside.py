@@ -116,6 +116,7 @@ def buffered(*, broadcasts, buffers=1):
     happened="DDP broadcast all buffers in each forward, without need.",
     cost="10 % of the forward, with 16 GPUs per model.",
     first="(root) in forward: broadcast[world] 0 -> 1 (+1), 0 -> 64 B per rank",
+    likely="DDP now broadcasts buffers (broadcast_buffers, or the model's buffers)",
     more={"broadcast": 1},
     gloo=2,
     neighbour=lambda: buffered(broadcasts=False, buffers=2),
@@ -128,6 +129,7 @@ def buffers_broadcast_in_each_forward(changed):
     "huggingface/transformers/issues/9802",
     happened="`find_unused_parameters` was always on, also for models that use all parameters.",
     first="(root) in backward: all_reduce[world] 1 -> 2 (+1), 24.3 -> 24.4 KiB per rank",
+    likely="DDP now looks for unused parameters (find_unused_parameters)",
     more={"all_reduce": 1},
     gloo=2,
 )

@@ -270,7 +270,7 @@ class Counts(GlobalStep):
                 if key.phase is Phase.FORWARD and key.axis
             ]
             for owner in old
-            if owner not in self.excluded
+            if owner not in self.excluded and owner in new
         }
         gathers = [
             owner
@@ -645,8 +645,9 @@ class Dtype(_Scaled):
             if is_refuted:
                 return f"{hook}, or a manual cast of gradients"
             has_units = gathered or any(row.subject == "reshard" for row in recordings.old.rows)
-            policy = "reduce_dtype of MixedPrecisionPolicy" if has_units else _MODEL_DTYPE
-            return f"{policy}, or {hook}"
+            if not has_units:
+                return f"{hook}, or parameters of another dtype"
+            return f"reduce_dtype of MixedPrecisionPolicy, or {hook}"
         dtype = "MixedPrecisionPolicy, " if gathered else f"{_MODEL_DTYPE}, "
         return f"{'' if is_refuted else dtype}autocast, or a manual cast"
 

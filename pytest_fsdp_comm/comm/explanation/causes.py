@@ -71,7 +71,7 @@ def find_causes(
         *_find_evaluation_causes(explanation, recordings),
         *_find_fewer_backwards_causes(explanation, recordings),
         *_find_schedule_causes(explanation, recordings),
-        *_find_detached_causes(explanation),
+        *_find_detached_causes(explanation, recordings),
     ]
     explained = [step for cause in causes for step in cause.steps]
     for step in explanation.steps:
@@ -252,8 +252,13 @@ def _find_schedule_causes(explanation: Explanation, recordings: Recordings) -> I
         yield Cause(text="another pipeline schedule, which runs micro-batches in a different order")
 
 
-def _find_detached_causes(explanation: Explanation) -> Iterator[Cause]:
+def _find_detached_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:
     """Detect that collectives of user code no longer have one in backward, and forward is equal."""
+    forward = {
+        (row.owner, row.axis)
+        for row in recordings.new.collectives
+        if row.phase in {Phase.FORWARD, Phase.OUTSIDE} and role_of((row,)) in {"", Role.ACTIVATIONS}
+    }
     before, after = (
         {
             (row.owner, row.key)
@@ -265,7 +270,9 @@ def _find_detached_causes(explanation: Explanation) -> Iterator[Cause]:
     unchanged = {*explanation.before} & {*explanation.after}
     lost = before - {(row.owner, row.key) for row in unchanged}
     phases = {key.phase for _, key in lost}
-    if phases == {Phase.BACKWARD} and lost.isdisjoint(after) and not explanation.steps:
+    has_forward = {(owner, key.axis) for owner, key in lost} <= forward
+    is_lost = phases == {Phase.BACKWARD} and lost.isdisjoint(after) and has_forward
+    if is_lost and not explanation.steps:
         text = "gradients no longer pass through a collective of forward"
         yield Cause(text=f"{text}: detach(), or a call without gradients", is_unwanted=True)
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from sample_profiles import BACKWARD, DP, FORWARD, TP, counted, made, profile, row
+from sample_profiles import BACKWARD, DP, FORWARD, TP, changed, counted, made, profile, row, times
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
@@ -81,6 +81,7 @@ def test_other_changes_are_no_schedule(new):
 
 GATHERED = row(OUTSIDE, None, "all_gather", 1_024)
 BACK = row(BACKWARD, None, "reduce_scatter", 1_024)
+IN_A = row(BACKWARD, "a", "all_reduce", 1_024)
 DETACHED = (
     "gradients no longer pass through a collective of forward: detach(), or a call without "
     "gradients"
@@ -96,6 +97,8 @@ def test_lost_backward_of_a_collective_is_explained():
     [
         ([BUCKET, GATHERED, BACK], [BUCKET]),  # the forward collective is gone, too
         ([BUCKET, GATHERED], [BUCKET, GATHERED, BACK]),
+        # The collective of forward belongs to another module, as under tensor parallelism.
+        ([BUCKET, GATHERED, IN_A], [BUCKET, GATHERED]),
         (
             [BUCKET, GATHERED, BACK],
             [BUCKET, GATHERED, row(BACKWARD, None, "reduce_scatter", 2_048)],
@@ -163,7 +166,7 @@ def test_buckets_of_different_sizes_have_one_new_dtype():
     assert lines[:2] == [
         "gradients[world] float32 -> float16, half the bytes",
         # Without units, there is no MixedPrecisionPolicy.
-        "likely: the dtype of the model's parameters, or a communication hook",
+        "likely: a communication hook, or parameters of another dtype",
     ]
 
 
@@ -216,6 +219,19 @@ def test_missing_layers_are_removed_or_not_run():
         == "layers: 4 -> 3 modules, the others removed or not run"
     )
     assert first_text(profile(3), profile(4)).startswith("layers: 3 -> 4 modules, the new ones")
+
+
+def test_removed_layers_do_not_run_twice():
+    """Three layers are removed, and each of the others runs twice in forward."""
+    twice = changed(
+        profile(3), lambda one: times(one, 2) if one.phase is FORWARD and one.owner else one
+    )
+    texts = [
+        entry.text for entry in render_comparison(compare(profile(6), twice), snapshot="s").changes
+    ]
+    assert texts[0] == "layers: 6 -> 3 modules, the others removed or not run"
+    assert not any("layers.{0..5}" in text for text in texts)
+    assert any("layers.{0..2}" in text or "forward calls: twice" in text for text in texts)
 
 
 def test_collectives_of_user_code_are_named_if_all_are_half():
