@@ -35,6 +35,7 @@ _MARKS: Final[dict[Severity, str]] = {
     "fix": "fix: ",
 }
 _UNNAMED: Final = frozenset[Severity]({"likely", "note", "fix"})
+_SHOWN_BY_TREE: Final = "as the tree shows"
 _SERIOUS: Final = frozenset[Severity]({"ranks diverge", "breaks training"})
 
 # pytest prints an explanation within these limits in full. Outside CI, it truncates longer ones to
@@ -272,8 +273,13 @@ def join_failures(failures: Mapping[str, Failure], *, command: str, test: str) -
     for entries in named:
         entries.sort(key=lambda entry: (entry.is_effect, is_repeated(entry)))
     # Take changes from all values in turn, so that each value has one of the first lines.
+    changes: list[list[Statement | None]]
     changes = [[entry for entry in entries if entry.severity == "change"] for entries in named]
-    changes.sort(key=lambda entries: all(entry.is_effect for entry in entries))
+    changes.sort(key=lambda entries: all(entry and entry.is_effect for entry in entries))
+    first = changes[0][0] if changes[0] else None
+    if first is not None and any(cause.endswith(_SHOWN_BY_TREE) for cause in first.causes):
+        # The cause says what the tree shows, so another change of the recording comes second.
+        changes[1:] = [[None, *entries] for entries in changes[1:]]
     in_turn = [entry for row in zip_longest(*changes) for entry in row if entry is not None]
     # Several values may have the same cause.
     others = dict.fromkeys(

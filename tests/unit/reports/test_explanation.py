@@ -252,6 +252,23 @@ def test_an_error_is_shown_as_it_is():
     assert write_headline(text) == "odd"
 
 
+def test_second_change_precedes_tree_that_only_repeats_a_cause():
+    shown = "frozen, as the tree shows"
+
+    def lines(cause):
+        both = comm(2)
+        causes = {"layers.0: changed": (cause,)}
+        statements = tuple(
+            replace(entry, causes=causes.get(entry.text, ())) for entry in both.statements
+        )
+        texts = {"comm": replace(both, statements=statements), "tree": tree(1)}
+        return [line.strip() for line in lines_of(texts, "")[1:4]]
+
+    tree_line = "tree: norm.0: becomes a root"
+    assert lines(shown) == ["layers.0: changed", "layers.1: changed", tree_line]
+    assert lines("something else") == ["layers.0: changed", tree_line, "layers.1: changed"]
+
+
 def test_scope_is_in_head_and_cure_above_command():
     head = "comm_mode differs from a.ws4.comm, sizes apart"
     relaxed = failure_of(head, snapshot="a.ws4.comm", scope="sizes apart", fix=("pass the option",))
