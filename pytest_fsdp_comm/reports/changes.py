@@ -75,8 +75,8 @@ def render_comparison(
     # The first group with a change is the most important one. The others are the rest, except for
     # collectives of user code that are new or gone.
     first = next(filter(None, groups), [])
-    # Rows that no step explains are details if there is a cause, so the cause comes second.
-    has_details = bool(causes) and first is groups[1]
+    # Rows that no step explains, and exposed calls, are details of a cause, so it comes second.
+    has_details = bool(causes) and not (steps or frames or user_calls)
     main = {statement.text for statement in (first[:1] if has_details else first)}
     # A pipeline's calls between stages follow from its schedule.
     main |= {entry.text for what, entry in user_calls if not what.startswith(("send", "recv"))}

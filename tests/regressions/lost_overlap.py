@@ -422,7 +422,6 @@ def hooked(model, use):
 
 @loss(
     lost("reduce_scatter[shard]", "layers.{1..3}", "backward"),
-    lost("all_reduce[replicate]", "layers.{1..3}", "backward", nbytes=3 * LAYER_NBYTES / 8),
     waits("item", EACH, "backward"),
     thread="pytorch/pytorch/pull/106080",
     backward_reduce_scatter=LATER,
@@ -468,7 +467,6 @@ def prefetch_lists_removed_from_layers_that_read(changed):
 
 @loss(
     lost("gathers", "layers.{0..2}", "backward"),
-    REDUCED,
     "likely: less backward prefetching (set_modules_to_backward_prefetch; FSDP1: "
     "backward_prefetch)",
     thread="pytorch/pytorch/pull/69282",
