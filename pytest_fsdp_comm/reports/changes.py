@@ -6,7 +6,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Final
 
 from pytest_fsdp_comm.comm.calls import Calls
@@ -40,61 +39,63 @@ def render_comparison(
     comparison: Comparison, *, snapshot: str = "", notes: Sequence[str] = ()
 ) -> Failure:
     """Explain a failed comparison of recordings, most important change first."""
-    timings = () if comparison.explanation is None else comparison.explanation.timings
     cost = cost_lines(comparison.cost)
     # Do not list the peak again if the cost lines already report it.
     repeated = "memory" if any("peak gathered" in line for line in cost) else ""
-    rows = sorted(
-        (change for change in comparison.remaining if change.subject != repeated), key=weight
-    )
-    described = [(row, _describe_row(row, comparison)) for row in rows]
-    frames = [statement for row, statement in described if row.subject == "frame"]
-    # Other sizes or layouts of the mesh say more than the steps that follow from them.
-    is_first = not all(map(_is_row_or_rename, comparison.changes))
-    steps = [*_describe_steps(comparison)]
-    user_calls = [
-        (row.what, statement) for row, statement in described if _is_change_of_user_calls(row)
-    ]
-    overlap = [*_describe_overlap(comparison)]
-    if not steps:
-        # New collectives of user code are the change, and what they expose is their effect. A
-        # barrier sends nothing; it is one of the waits in `overlap`.
-        sending = (entry for what, entry in user_calls if not what.startswith("barrier"))
-        overlap = [*sending, *overlap]
-    details = [statement for row, statement in described if row.subject not in {"frame", "reshard"}]
-    groups = [
-        [*frames, *steps, *overlap] if is_first else [*steps, *overlap, *frames],
-        [
-            *(statement for statement in details if statement not in overlap),
-            # Changes in units are printed first, because changes in timing result from them.
-            *(Statement(severity="change", text=timing.describe()) for timing in timings),
-        ],
-        [statement for row, statement in described if row.subject == "reshard"],
-    ]
+    rows = [change for change in comparison.remaining if change.subject != repeated]
+    main, rest = _sort_changes(comparison, sorted(rows, key=weight))
     causes = [_describe_cause(cause, comparison) for cause in comparison.causes]
-    # The first group with a change is the most important one. The others are the rest, except for
-    # collectives of user code that are new or gone.
-    first = next(filter(None, groups), [])
-    # Rows that no step explains, and exposed calls, are details of a cause, so it comes second.
-    has_details = bool(causes) and not (steps or frames or user_calls)
-    main = {statement.text for statement in (first[:1] if has_details else first)}
-    # A pipeline's calls between stages follow from its schedule.
-    main |= {entry.text for what, entry in user_calls if not what.startswith(("send", "recv"))}
-    changes = _add_sites([*chain.from_iterable(groups)], comparison)
-    if len(changes) == 1:
-        changes = [replace(changes[0], causes=tuple(cause.text for cause in causes))]
+    if len(main) == 1 and not rest:
+        main = [replace(main[0], causes=tuple(cause.text for cause in causes))]
     return Failure(
         head=f"comm_mode differs from {snapshot}",
         compared="comm_mode",
         snapshot=snapshot,
         statements=(
-            *(statement for statement in changes if statement.text in main),
+            *main,
             *causes,
             *(Statement(severity="cost", text=line) for line in cost),
-            *(replace(entry, severity="rest") for entry in changes if entry.text not in main),
+            *(replace(statement, severity="rest") for statement in rest),
             *(Statement(severity="note", text=note) for note in notes),
         ),
     )
+
+
+def _sort_changes(
+    comparison: Comparison, rows: Sequence[Change]
+) -> tuple[list[Statement], list[Statement]]:
+    """Return the main changes, which precede causes and costs, and the rest."""
+    steps = [*_describe_steps(comparison)]
+    described = [(row, _describe_row(row, comparison)) for row in rows]
+    frames, reshards = (
+        [statement for row, statement in described if row.subject == subject]
+        for subject in ("frame", "reshard")
+    )
+    others = [entry for row, entry in described if row.subject not in {"frame", "reshard"}]
+    user_calls = [pair for pair in described if _is_change_of_user_calls(pair[0])]
+    # New collectives of user code are the change, and what they expose is their effect. A barrier
+    # sends nothing; it is one of the waits.
+    sending = (
+        [] if steps else [entry for row, entry in user_calls if not row.what.startswith("barrier")]
+    )
+    effects = [*sending, *_describe_overlap(comparison)]
+    # Other sizes or layouts of the mesh say more than the steps that follow from them.
+    is_mesh_first = not all(map(_is_row_or_rename, comparison.changes))
+    first = [*frames, *steps, *effects] if is_mesh_first else [*steps, *effects, *frames]
+    # Changes in units precede changes in timing, which result from them.
+    explanation = comparison.explanation
+    timings = () if explanation is None else explanation.timings
+    late = [Statement(severity="change", text=timing.describe()) for timing in timings]
+    second = [*(entry for entry in others if entry not in effects), *late]
+    main = first or second or reshards
+    if comparison.causes and not (steps or frames or user_calls):
+        # Rows and exposed calls are details of a cause, so it comes second.
+        main = main[:1]
+    # Steps do not cover these collectives. Those between pipeline stages follow from the schedule.
+    promoted = (entry for row, entry in user_calls if not row.what.startswith(("send", "recv")))
+    main = [*main, *(entry for entry in promoted if entry not in main)]
+    rest = [entry for entry in (*first, *second, *reshards) if entry not in main]
+    return _add_sites(main, rest, comparison), rest
 
 
 def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str = "") -> Failure:
@@ -229,15 +230,17 @@ def _describe_row(change: Change, comparison: Comparison) -> Statement:
     )
 
 
-def _add_sites(statements: Sequence[Statement], comparison: Comparison) -> list[Statement]:
+def _add_sites(
+    main: Sequence[Statement], rest: Sequence[Statement], comparison: Comparison
+) -> list[Statement]:
     """Add lines of code to what breaks training, and to the first change if no line is known."""
     differing = [change for change in comparison.changes if _list_call_sites(change.new_calls)]
     if comparison.training:
         # Missing calls have no call site, so use the call site of new calls in backward, if any.
         backward = [change.new_calls for change in differing if change.phase is Phase.BACKWARD]
         sites = _list_call_sites(backward[0]) if backward else []
-    elif any(statement.sites for statement in statements):
-        return [*statements]
+    elif any(statement.sites for statement in (*main, *rest)):
+        return [*main]
     else:
         new = [
             lines
@@ -247,8 +250,8 @@ def _add_sites(statements: Sequence[Statement], comparison: Comparison) -> list[
         sites = new[0] if new else []
     num = len(comparison.training) or 1
     return [
-        *(replace(statement, sites=tuple(sites[:_MAX_LINES])) for statement in statements[:num]),
-        *statements[num:],
+        *(replace(statement, sites=tuple(sites[:_MAX_LINES])) for statement in main[:num]),
+        *main[num:],
     ]
 
 
