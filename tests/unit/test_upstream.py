@@ -1,6 +1,8 @@
 """Errors about names that torch, pytest or syrupy moved."""
 
+import importlib.util
 import re
+import sys
 
 import pytest
 
@@ -107,3 +109,15 @@ def test_look_up_of_missing_name_is_moved_error(name):
     dotted = name.replace(" ", ".").replace(".", r"\.")
     with pytest.raises(UpstreamChangedError, match=f"no longer has {dotted}, which a test uses;"):
         upstream.look_up(*name.split(), "a test uses")
+
+
+def test_torch_is_present_if_it_is_imported_or_can_be(monkeypatch):
+    assert "torch" not in upstream.explain_missing_torch()
+    # Its finder may be gone, as in a frozen program.
+    monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch", re))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert upstream.explain_missing_torch() == ""
+    monkeypatch.delitem(sys.modules, "torch")
+    assert upstream.explain_missing_torch().startswith("torch is not installed for ")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert upstream.explain_missing_torch() == ""

@@ -56,6 +56,15 @@ def test_diff_compares_a_recording_with_a_snapshot(write, fsdp_comm):
     assert any(line.endswith("called from train.py:3") for line in result.lines), result.out
 
 
+def test_diff_of_another_world_size_leaves_no_rank_out(write, fsdp_comm):
+    write("old.comm", OLD.replace("world_size 8", "world_size 8\nranks 0-1"))
+    write("new.comm", NEW.replace("world_size 8", "world_size 16"))
+    result = fsdp_comm("diff", "old.comm", "new.comm")
+    assert result.status == 1
+    assert "compares only" not in result.err
+    assert any("recorded ranks: 0-1 -> all" in line for line in result.lines), result.out
+
+
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_diff_with_all_ranks_compares_those_of_the_old(write, fsdp_comm, is_tree):
     old, new = (TREE, TREE.replace("[8] dp", "[8] frozen dp")) if is_tree else (OLD, NEW)
