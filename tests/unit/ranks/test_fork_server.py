@@ -134,6 +134,24 @@ def test_replies_of_a_dead_server_are_read(server, tmp_path):
 
 
 @linux
+def test_only_a_living_server_is_killed(tmp_path, monkeypatch):
+    directory = tmp_path / "session"
+    directory.mkdir()
+    server = fork_server.fork_server(lambda: select.select([], [], []), directory)
+    killed = []
+    kill = fork_server.ending.kill
+    with monkeypatch.context() as patch:
+        patch.setattr(fork_server.ending, "kill", lambda pids: killed.append([*pids]))
+        server.kill()
+        assert killed == [[server._pid]]
+        kill([server._pid])
+        wait_for(lambda: server.has_died)
+        server.kill()  # its number may belong to another process now
+    assert len(killed) == 1
+    server.close()
+
+
+@linux
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_interrupted_close_leaves_no_directory(is_killed, tmp_path, monkeypatch):
     monkeypatch.setattr(fork_server, "PRELOADED", ())
