@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -35,6 +35,16 @@ class Volume:
             nbytes=self.nbytes + other.nbytes,
             unsized=self.unsized + other.unsized,
         )
+
+
+def find_busiest(volumes: Iterable[tuple[Sequence[int], Volume]]) -> Volume:
+    """Add up volumes, given with their ranks (none for all), on the rank that sends most bytes."""
+    by_rank: defaultdict[int | None, Volume] = defaultdict(Volume)
+    for ranks, volume in volumes:
+        for rank in ranks or (None,):
+            by_rank[rank] += volume
+    common = by_rank.pop(None, Volume())
+    return common + max(by_rank.values(), key=lambda volume: volume.nbytes, default=Volume())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

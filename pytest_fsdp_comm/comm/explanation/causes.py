@@ -22,7 +22,7 @@ from pytest_fsdp_comm.comm.explanation.passes import (
 )
 from pytest_fsdp_comm.comm.explanation.resharding import Freed
 from pytest_fsdp_comm.comm.explanation.search import Explanation
-from pytest_fsdp_comm.comm.explanation.states import count_calls, role_of
+from pytest_fsdp_comm.comm.explanation.states import count_calls, is_from_user_code, role_of
 from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
 from pytest_fsdp_comm.comm.explanation.units import Gathered
 from pytest_fsdp_comm.comm.explanation.words import name_place
@@ -260,11 +260,7 @@ def _find_detached_causes(explanation: Explanation, recordings: Recordings) -> I
         if row.phase in {Phase.FORWARD, Phase.OUTSIDE} and role_of((row,)) in {"", Role.ACTIVATIONS}
     }
     before, after = (
-        {
-            (row.owner, row.key)
-            for row in side
-            if row.axis and {call.role for call in row.calls} <= {"", Role.ACTIVATIONS}
-        }
+        {(row.owner, row.key) for row in side if row.axis and is_from_user_code((row,))}
         for side in (explanation.before, explanation.after)
     )
     unchanged = {*explanation.before} & {*explanation.after}

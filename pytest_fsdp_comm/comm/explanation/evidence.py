@@ -102,11 +102,12 @@ class Recordings:
             {axis.name: (axis.size, axis.dims) for axis in side.mesh_axes} for side in self.sides
         )
         moved = {name for name in old_axes.keys() & new_axes if old_axes[name] != new_axes[name]}
-        return all(
-            _count_matching_calls(old, matches, owner) == _count_matching_calls(new, matches, owner)
-            and moved.isdisjoint(key.axis for key, *_ in _count_matching_calls(new, matches, owner))
-            for owner, old, new in self._pair_contents(with_equal=bool(moved))
-        )
+        for owner, old, new in self._pair_contents(with_equal=bool(moved)):
+            counts = _count_matching_calls(new, matches, owner)
+            is_moved = not moved.isdisjoint(key.axis for key, *_ in counts)
+            if is_moved or counts != _count_matching_calls(old, matches, owner):
+                return False
+        return True
 
     def ratio(self, matches: Matches, *, is_shared: bool = False) -> Fraction | None:
         """Return the factor by which the counts of all matching rows changed; None if they differ.

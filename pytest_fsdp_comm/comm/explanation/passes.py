@@ -10,6 +10,7 @@ from itertools import product
 from typing import ClassVar, Final, TypeAlias
 
 from pytest_fsdp_comm.comm.calls import Calls
+from pytest_fsdp_comm.comm.cost import Volume, find_busiest
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.evidence import Recordings
 from pytest_fsdp_comm.comm.explanation.states import (
@@ -21,6 +22,7 @@ from pytest_fsdp_comm.comm.explanation.states import (
     count_calls,
     count_calls_of_all_keys,
     get_sole,
+    is_from_user_code,
     is_part,
     keys_that_differ,
     nbytes_of,
@@ -471,7 +473,7 @@ class Exchanged(Replaced):
                 )
                 keys = [row[0] for row in (*removed, *new)]
                 kinds = [tuple(sorted(row[0].what for row in side)) for side in (removed, new)]
-                if new and all(_is_from_user_code(row[1] or row[2]) for row in (*removed, *new)):
+                if new and all(is_from_user_code(row[1] or row[2]) for row in (*removed, *new)):
                     owners = groups[*place, kinds[0], kinds[1]]
                     owners.update(dict.fromkeys(group.owners, keys))
         for (phase, axis, old, new_kinds), rows in groups.items():
@@ -534,12 +536,7 @@ class OtherTensors(Replaced):
 
 def _find_nbytes_of_busiest(rows: Iterable[Row]) -> int:
     """Return the bytes of rows on the rank that sends the most."""
-    nbytes = Counter[int | None]()
-    for row in rows:
-        for rank in row.ranks or (None,):
-            nbytes[rank] += row.nbytes
-    common = nbytes.pop(None, 0)
-    return common + max(nbytes.values(), default=0)
+    return find_busiest((row.ranks, Volume(nbytes=row.nbytes)) for row in rows).nbytes
 
 
 _ChangedRow: TypeAlias = tuple[RowKey, Rows, Rows]
@@ -551,14 +548,9 @@ def _split_by_side(rows: Iterable[_ChangedRow]) -> tuple[list[_ChangedRow], list
     return [row for row in sent if not row[2]], [row for row in sent if not row[1]]
 
 
-def _is_from_user_code(rows: Rows) -> bool:
-    """Whether other rules, about units, do not explain these calls."""
-    return {call.role for call in calls_of(rows)} <= {"", Role.ACTIVATIONS}
-
-
 def _are_equal_user_calls(old: Rows, new: Rows) -> bool:
     before, after = ([(row.ranks, row.calls) for row in rows] for rows in (old, new))
-    return _is_from_user_code(old) and before == after
+    return is_from_user_code(old) and before == after
 
 
 def _describe_size(profile: CommProfile, axis: str) -> str:

@@ -209,6 +209,11 @@ def is_gather(_key: RowKey, call: Calls) -> bool:
     return call.role == Role.PARAMETERS
 
 
+def is_from_user_code(rows: Rows) -> bool:
+    """Whether other rules, about units, do not explain these calls."""
+    return {call.role for call in calls_of(rows)} <= {"", Role.ACTIVATIONS}
+
+
 def is_of_parameters(_key: RowKey, call: Calls) -> bool:
     """Whether a call sends parameters or gradients."""
     return call.role in {Role.PARAMETERS, Role.GRADIENTS}

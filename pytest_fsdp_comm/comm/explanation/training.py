@@ -12,7 +12,7 @@ from math import prod
 from typing import Final, TypeAlias, get_args
 
 from pytest_fsdp_comm.comm.calls import NOT_LAST, Calls
-from pytest_fsdp_comm.comm.cost import Volume
+from pytest_fsdp_comm.comm.cost import Volume, find_busiest
 from pytest_fsdp_comm.comm.events import REDUCING, ROOT_FQN, Phase, Role
 from pytest_fsdp_comm.comm.explanation.amounts import Counts, Steps
 from pytest_fsdp_comm.comm.explanation.evidence import (
@@ -303,15 +303,12 @@ def _get_sole_gradient_value(rows: Iterable[Row], field: str) -> str | None:
 
 def _find_gradient_volume_of_busiest(rows: Iterable[Row]) -> Volume:
     """Return count and bytes of gradient reductions on the rank that reduces the most bytes."""
-    volumes: defaultdict[int | None, Volume] = defaultdict(Volume)
+    volumes = []
     for row in rows:
         calls = _list_gradient_calls(row)
         nbytes = sum(call.count * call.nbytes for call in calls)
-        volume = Volume(count=sum(call.count for call in calls), nbytes=nbytes)
-        for rank in row.ranks or (None,):
-            volumes[rank] += volume
-    common = volumes.pop(None, Volume())
-    return common + max(volumes.values(), key=lambda volume: volume.nbytes, default=Volume())
+        volumes.append((row.ranks, Volume(count=sum(call.count for call in calls), nbytes=nbytes)))
+    return find_busiest(volumes)
 
 
 class _Training:
