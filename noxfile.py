@@ -30,7 +30,8 @@ def check(session: nox.Session) -> None:
 @nox.session
 def fuzz(session: nox.Session) -> None:
     """Run the unit tests with mutated and hostile files, all examples and more random plans."""
-    session.run("pytest", "-q", "-n", "2", *(session.posargs or UNIT))
+    long = ("-m", "not large", "--hypothesis-profile", "long")
+    session.run("pytest", "-q", "-n", "2", *long, *(session.posargs or UNIT))
     session.run("python", "tests/fuzzing.py", "--mutations", "50000", "--seed", "7")
     plans = "tests/acceptance/test_random_plans.py"
     session.run("pytest", "-q", "-m", "", plans, env={"RANDOM_PLANS_TIMES": "10"})

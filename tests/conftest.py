@@ -6,7 +6,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # No deadline: the first example fills Unicode's tables, which takes seconds on two busy cores.
-settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("long", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("suite", settings.get_profile("long"), max_examples=40)
 settings.register_profile("quick", settings.get_profile("suite"), max_examples=15)  # `nox -s check`
 settings.load_profile("suite")
 

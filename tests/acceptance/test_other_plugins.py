@@ -117,7 +117,7 @@ def test_after(): pass
 """
 
 
-@pytest.mark.parametrize("method", ["signal", "thread"])
+@pytest.mark.parametrize("method", ["signal", pytest.param("thread", marks=pytest.mark.release)])
 def test_a_timeout_fails_only_its_own_test(run, method):
     limit_s = extend_under_load(3)
     result = run(SLOW.format(method=method, limit_s=limit_s), plugins=["timeout"])
@@ -241,7 +241,13 @@ def test_without_mark(dist_info):
 """
 
 
-@pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["alone", "xdist"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param((), id="alone", marks=pytest.mark.release),
+        pytest.param(("-n", "2"), id="xdist"),
+    ],
+)
 def test_rerunfailures_starts_fresh_ranks(run, pytester, arguments):
     result = run(FLAKY, "-v", "-rR", *arguments, plugins=["rerunfailures"])
     shown = result.stdout.str()

@@ -116,6 +116,8 @@ def test_record_command_keeps_root_of_monorepo(project, tmp_path, settings):
     assert done.returncode == 0, command + done.stdout
 
 
+# Each rank imports torch, which takes half a minute; test_spawned_ranks.py runs shorter tests.
+@pytest.mark.release
 def test_spawned_ranks_resolve_paths_like_session(project, tmp_path):
     """Though it exists by then, and where they look for it the project would not be found."""
     (project / "test_ranks.py").write_text(RANKS)

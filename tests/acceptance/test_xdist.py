@@ -278,8 +278,8 @@ def test_two_workers_never_share_a_gpu(run, pytester, monkeypatch):
     "arguments",
     [
         pytest.param(("--dist", "load"), marks=pytest.mark.upstream),
-        ("--dist", "worksteal"),
-        ("--dist", "no"),
+        pytest.param(("--dist", "worksteal"), marks=pytest.mark.release),
+        pytest.param(("--dist", "no"), marks=pytest.mark.release),
         ("--dist", "each"),
     ],
     ids=lambda arguments: arguments[1],

@@ -151,8 +151,19 @@ def same_with_and_without(comm_mode, device_mesh, name, backend):
         torch._dynamo.reset()
 
 
+# The others have the same calls, or one of the same kind.
+ALIKE = {
+    "torch.compile of blocks of FSDP2",
+    "a compiled model around FSDP2",
+    "functional collectives",
+}
+
+
 @fake
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.release] * (name in ALIKE)) for name in CASES],
+)
 def test_a_block_compiles_nothing_more(comm_mode, device_mesh, name):
     same_with_and_without(comm_mode, device_mesh, name, "aot_eager")
 
@@ -164,17 +175,12 @@ def test_a_block_compiles_nothing_more_on_ranks(comm_mode, device_mesh):
         same_with_and_without(comm_mode, device_mesh, name, "aot_eager")
 
 
-@pytest.mark.costly
+# inductor compiles C++, which takes seconds; differences would show with aot_eager, too.
+@pytest.mark.release
 # Beside other tests, the compiler can need minutes.
 @pytest.mark.distributed(world_size=2, backend="fake", timeout_s=300)
-# inductor compiles C++, which takes seconds; differences would show in the other backends.
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("compiled blocks of FSDP2", marks=pytest.mark.release),
-        "a compiled model with TP",
-        pytest.param("a compiled step", marks=pytest.mark.release),
-    ],
+    "name", ["compiled blocks of FSDP2", "a compiled model with TP", "a compiled step"]
 )
 def test_a_block_makes_inductor_compile_nothing_more(comm_mode, device_mesh, name):
     same_with_and_without(comm_mode, device_mesh, name, "inductor")

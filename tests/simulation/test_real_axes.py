@@ -24,11 +24,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
         # An activation to the next stage and a gradient to the one before, unless a stage has none
         # or it is this rank's own: of a V the last two stages that follow each other are.
         ("ScheduleGPipe", [1, 2, 2, 1]),
-        ("Schedule1F1B", [1, 2, 2, 1]),
-        ("ScheduleInterleaved1F1B", [3, 4, 4, 3]),
-        ("ScheduleLoopedBFS", [3, 4, 4, 3]),
+        pytest.param("Schedule1F1B", [1, 2, 2, 1], marks=pytest.mark.release),
+        pytest.param("ScheduleInterleaved1F1B", [3, 4, 4, 3], marks=pytest.mark.release),
+        pytest.param("ScheduleLoopedBFS", [3, 4, 4, 3], marks=pytest.mark.release),
         ("ScheduleInterleavedZeroBubble", [3, 4, 4, 3]),
-        ("ScheduleZBVZeroBubble", [2, 4, 4, 2]),
+        pytest.param("ScheduleZBVZeroBubble", [2, 4, 4, 2], marks=pytest.mark.release),
         ("ScheduleDualPipeV", [2, 4, 4, 2]),
     ],
 )

@@ -48,7 +48,13 @@ PYTEST = ("-p", "no:cacheprovider", "-v")
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("more", ["", ", scope='module'"], ids=["forked", "kept"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param("", id="forked"),
+        pytest.param(", scope='module'", id="kept", marks=pytest.mark.release),
+    ],
+)
 def test_rank_outside_its_process_group_is_ended(pytester, more):
     pytester.makepyfile(
         LEAVING.format(more=more, timeout_s=extend_under_load(5), daemons=["daemon"])
@@ -116,7 +122,10 @@ def says_unended(name):
     return f"rank 1 of {name} has not ended: its process * still exists * s after SIGKILL*"
 
 
-@pytest.mark.parametrize("arguments", [(), ("-n", "1")], ids=["one", "xdist"])
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param((), id="one"), pytest.param(("-n", "1"), id="xdist", marks=pytest.mark.release)],
+)
 def test_a_rank_that_cannot_be_ended_fails_its_test(pytester, arguments):
     pytester.makeconftest(UNKILLABLE.format(patience_s=1.0))
     pytester.makepyfile(test_it=STUCK.format(more="", timeout_s=extend_under_load(3)))
@@ -199,8 +208,11 @@ def test_stuck(dist_info):
 # SIGTERM ends pytest at once, whatever it waits for.
 @pytest.mark.parametrize(
     ("number", "sleeps"),
-    [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, True)],
-    ids=["SIGINT in the test", "SIGINT in the wait for its end", "SIGTERM"],
+    [
+        pytest.param(signal.SIGINT, True, id="SIGINT in the test", marks=pytest.mark.release),
+        pytest.param(signal.SIGINT, False, id="SIGINT in the wait for its end"),
+        pytest.param(signal.SIGTERM, True, id="SIGTERM", marks=pytest.mark.release),
+    ],
 )
 def test_unkillable_rank_does_not_block_an_interrupt(tmp_path, number, sleeps):
     (tmp_path / "conftest.py").write_text(UNKILLABLE.format(patience_s=60.0))
@@ -248,7 +260,13 @@ def test_after():
 """
 
 
-@pytest.mark.parametrize("more", ["", ", scope='module'"], ids=["forked", "kept"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param("", id="forked"),
+        pytest.param(", scope='module'", id="kept", marks=pytest.mark.release),
+    ],
+)
 def test_writing_to_the_connection_fails_one_test(pytester, more):
     pytester.makepyfile(BROKEN.format(more=more))
     result = pytester.runpytest_subprocess(*PYTEST, timeout=extend_under_load(100))

@@ -208,7 +208,9 @@ def test_endless(subtests):
 
 
 @pytest.mark.skipif(pytest.version_tuple < (9,), reason="has no subtests")
-@pytest.mark.parametrize("ends", ["at the deadline", "by Ctrl-C"])
+@pytest.mark.parametrize(
+    "ends", ["at the deadline", pytest.param("by Ctrl-C", marks=pytest.mark.release)]
+)
 def test_long_messages_without_end_keep_no_session(tmp_path, ends):
     is_stopped = ends == "by Ctrl-C"
     source = ENDLESS.replace("TIMEOUT_S", str(1000 if is_stopped else extend_under_load(2)))

@@ -149,10 +149,13 @@ def test_trace_debugs_the_chosen_rank(spawn):
 
 @pytest.mark.parametrize(
     ("arguments", "outcome"),
-    [("--pdb -k 'failing or after'", "1 failed, 1 deselected"),
-     ("-k 'breakpoint or after'", "1 deselected")],
-    ids=["post_mortem", "breakpoint"],
-)  # fmt: skip
+    [
+        pytest.param("--pdb -k 'failing or after'", "1 failed, 1 deselected", id="post_mortem"),
+        pytest.param(
+            "-k 'breakpoint or after'", "1 deselected", id="breakpoint", marks=pytest.mark.release
+        ),
+    ],
+)
 def test_quitting_ends_the_session(spawn, arguments, outcome):
     child = spawn(arguments)
     child.expect(PROMPT)

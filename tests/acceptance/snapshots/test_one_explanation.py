@@ -57,13 +57,12 @@ def changed(pytester, snapshots):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), ""),
-        (("-n", "2"), ""),
-        (("--assert=plain",), ""),
-        (("--comm-report=report",), ""),
-        ((), ", 'mine'"),
+        pytest.param((), "", id="forked"),
+        pytest.param(("-n", "2"), "", id="xdist", marks=pytest.mark.release),
+        pytest.param(("--assert=plain",), "", id="plain"),
+        pytest.param(("--comm-report=report",), "", id="report", marks=pytest.mark.release),
+        pytest.param((), ", 'mine'", id="message", marks=pytest.mark.release),
     ],
-    ids=["forked", "xdist", "plain", "report", "message"],
 )
 def test_one_rank_explains_once(changed, arguments, message):
     file = changed.path / "test_it.py"

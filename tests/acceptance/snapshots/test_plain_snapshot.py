@@ -85,7 +85,7 @@ def stored(pytester):
     }
 
 
-@pytest.mark.parametrize("update", [False, True])
+@pytest.mark.parametrize("update", [pytest.param(False, marks=pytest.mark.release), True])
 def test_recordings_and_trees_are_refused_by_name(pytester, update):
     pytester.makepyfile(test_it=SOURCE)
     result = pytester.runpytest_subprocess(*["--snapshot-update"][:update])

@@ -229,7 +229,13 @@ def test_verbose_and_ci_print_each_line_once(changed, monkeypatch):
     assert summary(on_ci) == {"test_train_step": HEADLINE, "test_neighbour": "assert not True"}
 
 
-@pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["serial", "xdist"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param((), id="serial", marks=pytest.mark.release),
+        pytest.param(("-n", "2"), id="xdist"),
+    ],
+)
 def test_junit_has_the_headline_and_no_colours(changed, arguments):
     chosen = ("-vv", "-k", "train_step or tree or neighbour", "--junitxml=junit.xml", *arguments)
     result = changed.run("--color=yes", *chosen)

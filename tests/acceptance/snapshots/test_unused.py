@@ -423,7 +423,7 @@ RENAMED = {
 }
 
 
-@pytest.mark.parametrize("change", ["", "regression"])
+@pytest.mark.parametrize("change", [pytest.param("", marks=pytest.mark.release), "regression"])
 @pytest.mark.parametrize(("old", "new"), RENAMED.values(), ids=list(RENAMED))
 def test_missing_snapshot_names_the_renamed_file(project, old, new, change):
     if change:

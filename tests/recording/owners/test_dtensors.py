@@ -107,10 +107,13 @@ def running_graphs(backward):
     "backend",
     [
         "aot_eager",
-        running_graphs(lambda graph, _: graph),
-        running_graphs(lambda graph, _: fx.GraphModule(graph, graph.graph)),
+        pytest.param(
+            running_graphs(lambda graph, _: graph), id="graph as it is", marks=pytest.mark.release
+        ),
+        pytest.param(
+            running_graphs(lambda graph, _: fx.GraphModule(graph, graph.graph)), id="another graph"
+        ),
     ],
-    ids=["aot_eager", "graph as it is", "another graph"],
 )
 def test_compiled_code_roles(comm_mode, device_mesh, backend):
     model = simple_fsdp(Model(), device_mesh())

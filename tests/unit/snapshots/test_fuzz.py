@@ -7,8 +7,8 @@ import pytest
 @pytest.mark.costly
 @pytest.mark.parametrize("kind", ["comm", "tree"])
 def test_mutated_snapshot_is_refused_or_round_trips(kind):
-    found = fuzzing.fuzz(kind, mutations=4_000, seed=1)
-    assert sum(found.values()) == 4_000
+    found = fuzzing.fuzz(kind, mutations=1_500, seed=1)  # `nox -s fuzz` makes 50,000
+    assert sum(found.values()) == 1_500
     # The mutations reach both sides.
     assert found["refused"] > 2_000
     assert found["other"] > 40
