@@ -73,11 +73,13 @@ def _sort_changes(
     )
     others = [entry for row, entry in described if row.subject not in {"frame", "reshard"}]
     user_calls = [pair for pair in described if _is_change_of_user_calls(pair[0])]
-    # New collectives of user code are the change, and what they expose is their effect. A barrier
-    # sends nothing; it is one of the waits.
-    sending = (
-        [] if steps else [entry for row, entry in user_calls if not row.what.startswith("barrier")]
-    )
+    # Other collectives are the change, and what they expose is their effect. A barrier sends
+    # nothing; it is one of the waits.
+    sending = [
+        entry
+        for row, entry in sorted(described, key=lambda pair: pair not in user_calls)
+        if row.subject == "collective" and not (steps or row.what.startswith("barrier"))
+    ]
     effects = [*sending, *_describe_overlap(comparison)]
     # Other sizes or layouts of the mesh say more than the steps that follow from them.
     is_mesh_first = not all(map(_is_row_or_rename, comparison.changes))
@@ -222,11 +224,14 @@ def _describe_cause(cause: Cause, comparison: Comparison) -> Statement:
 def _describe_row(change: Change, comparison: Comparison) -> Statement:
     """Describe a change that no step explains."""
     sites = _list_call_sites(_drop_backward_lines(_find_new_calls_of_change(change, comparison)))
+    # If parameters have new shapes, as many calls as before have new sizes.
+    is_resized = any(isinstance(step, Step) and step.is_effect for step in comparison.reported)
     return Statement(
         severity="change",
         text=_describe_change(change),
         place=_describe_site(change),
         sites=tuple(sites[:_MAX_LINES]),
+        is_effect=is_resized and count_calls(change.before) == count_calls(change.after),
     )
 
 
@@ -326,6 +331,8 @@ def _describe_row_change(before: Row | None, after: Row | None, times: str) -> s
     parts = [text]
     if old != new:
         parts.append(f"{show_nbytes_change(old, new, unsized)} per rank")
+    elif was != now and old and not any(unsized):
+        parts.append("same bytes")
     is_other_kind = before and after and _strip_amounts(before) != _strip_amounts(after)
     if before and after and before.calls and (is_other_kind or (was, old) == (now, new)):
         removed, added = _show_other_calls(before, after), _show_other_calls(after, before)
@@ -349,14 +356,17 @@ def _show_other_calls(amount: Row, excluded: Row) -> str:
 
 
 def _show_amounts(amounts: Sequence[Row]) -> str:
-    listed = []
+    ranks_by_calls: defaultdict[str, list[int]] = defaultdict(list)
     for amount in amounts:
         calls = f"x{amount.count}, {show_nbytes(amount.nbytes, amount.unsized)} in total,"
         # List the calls if possible, because a sum hides differences between ranks, such as peers.
         if len(amount.calls) == 1:
             calls = str(amount.calls[0])
-        ranks = name_ranks(amount.ranks) if amount.ranks else "all ranks"
-        listed.append(f"{calls} on {ranks}")
+        ranks_by_calls[calls] += amount.ranks
+    listed = (
+        f"{calls} on {name_ranks(ranks) if ranks else 'all ranks'}"
+        for calls, ranks in ranks_by_calls.items()
+    )
     return " / ".join(listed) or "0"
 
 
@@ -374,7 +384,7 @@ def _describe_site(change: Change) -> str:
     return ", ".join(parts)
 
 
-def weight(change: Change) -> tuple[bool, bool, int]:
+def weight(change: Change) -> tuple[bool, bool, bool, int]:
     """Return the sort key that puts the most important change first."""
     # Collectives come before unshards, which only repeat all-gathers, and before memory and assumed
     # values. In both groups, traffic that grows and gradients that shrink come before the rest.
@@ -383,4 +393,6 @@ def weight(change: Change) -> tuple[bool, bool, int]:
     calls = [call for row in change.before for call in row.calls] if change.after else []
     is_less = growth < 0 and any(call.role == Role.GRADIENTS for call in calls)
     is_loud = change.subject == "frame" or growth > 0 or is_less
-    return (is_late, not is_loud, -abs(growth))
+    # Calls of user code in backward follow from those in forward.
+    is_effect = change.phase is Phase.BACKWARD and _is_change_of_user_calls(change)
+    return (is_late, is_effect, not is_loud, -abs(growth))

@@ -46,6 +46,7 @@ def order(result):
     return re.findall(pattern, result.stdout.str(), re.MULTILINE)
 
 
+@pytest.mark.release
 def test_failed_first_runs_the_failed_test_first(run):
     run(SOURCE).assert_outcomes(passed=3, failed=1)
     result = run(SOURCE, "--ff", "-v")
@@ -53,6 +54,7 @@ def test_failed_first_runs_the_failed_test_first(run):
     assert order(result) == ["test_second[2]", "test_first", "test_second[1]", "test_third"]
 
 
+@pytest.mark.release
 def test_stepwise_continues_at_the_failed_test(run):
     result = run(SOURCE, "--sw", "-v")
     result.assert_outcomes(passed=2, failed=1)
@@ -133,6 +135,7 @@ def test_a_timeout_fails_only_its_own_test(run, method):
     assert "+ Timeout +" not in shown
 
 
+@pytest.mark.release
 def test_the_timeout_option_applies_to_each_test(run):
     source = """
 import time
@@ -180,6 +183,7 @@ def test_randomly_shuffles_and_seeds_all_ranks_alike(run):
     assert len(first[1]) == 7, "equal output of ranks is folded"
 
 
+@pytest.mark.release
 def test_randomly_seeds_spawned_ranks_alike(run, pytester):
     pytester.makeconftest(UNSAFE_TO_FORK)
     result = run(RANDOM, "-k", "1", plugins=["randomly"])

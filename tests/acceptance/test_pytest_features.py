@@ -148,6 +148,7 @@ def test_output_without_capture_names_its_rank(run):
     result.stdout.fnmatch_lines_random(["*[[]rank 0] said by 0", "*[[]rank 1] said by 1"])
 
 
+@pytest.mark.release
 def test_output_to_a_file_is_printed_once(pytester, monkeypatch):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     pytester.makepyfile(
@@ -195,6 +196,7 @@ def test_coverage_measures_every_rank(pytester):
         assert "CoverageWarning" not in f"{result.stdout}{result.stderr}"
 
 
+@pytest.mark.release
 def test_coverage_of_one_file_is_left_to_pytest(pytester):
     pytest.importorskip("coverage")
     pytester.makepyfile("""

@@ -168,6 +168,7 @@ def test_record_of_diverging_ranks_writes_no_snapshot(folder):
     assert not [*folder.glob("apart*.comm"), *folder.glob("apart*.json")]
 
 
+@pytest.mark.release
 def test_a_script_that_goes_on_keeps_its_end(folder):
     own = ("--nproc", "2", "--go-on", "--step", "3-4", "--out", "on.comm")
     done = run(folder, *RECORD, *own, "-m", "src.train", "exit", "1", PYTHONPATH="src")
@@ -232,7 +233,11 @@ def test_one_simulated_rank_sends_what_thousands_do(folder):
     ("arguments", "text"),
     [
         (["--step", "2", "src/train.py", "1"], "expected steps from 3 on, such as 3 or 3-4, got 2"),
-        (["--nproc", "2", "--step", "4-3", "src/train.py", "1"], "expected steps from 3 on"),
+        pytest.param(
+            ["--nproc", "2", "--step", "4-3", "src/train.py", "1"],
+            "expected steps from 3 on",
+            marks=pytest.mark.release,
+        ),
         (["--step", "9", "src/train.py", "1"], "the script ended after 5 optimizer steps in"),
         (["src/beside.py"], "the script ended after 0 optimizer steps in this process, before"),
     ],
@@ -252,6 +257,7 @@ def test_record_without_launcher_suggests_nproc(folder):
     assert "to start 4 ranks, pass --nproc 4\n" in done.stderr
 
 
+@pytest.mark.release
 def test_a_rank_says_itself_what_failed_on_it(folder):
     for rank, whose in (("0", ""), ("3", "rank 3: ")):
         done = run(folder, *RECORD, "src/beside.py", RANK=rank, WORLD_SIZE="4")
@@ -260,7 +266,13 @@ def test_a_rank_says_itself_what_failed_on_it(folder):
 
 
 @pytest.mark.parametrize(
-    "ending", ["os.kill(os.getpid(), signal.SIGINT)", "sys.exit('text')", "1 / 0", "print(2)"]
+    "ending",
+    [
+        "os.kill(os.getpid(), signal.SIGINT)",
+        pytest.param("sys.exit('text')", marks=pytest.mark.release),
+        pytest.param("1 / 0", marks=pytest.mark.release),
+        "print(2)",
+    ],
 )
 def test_record_script_without_step_keeps_exit_status(folder, ending):
     script = folder / "src" / "ends it.py"
@@ -582,7 +594,11 @@ if __name__ == "__main__":
     ("start", "devices"),
     [
         ("mp.spawn(train, args=(num_gpus, 1), nprocs=num_gpus)", "[gpu]"),
-        ("mp.spawn(train, (num_gpus, 1), num_gpus, join=False).join()", "[torch.device('cuda')]"),
+        pytest.param(
+            "mp.spawn(train, (num_gpus, 1), num_gpus, join=False).join()",
+            "[torch.device('cuda')]",
+            marks=pytest.mark.release,
+        ),
         (
             "mp.start_processes(train, args=(num_gpus, 1), nprocs=num_gpus, start_method='fork')",
             "[f'cuda:{gpu}'], output_device=gpu",
@@ -624,7 +640,11 @@ STARTING_SCRIPT = SPAWNING_SCRIPT.replace("torch.multiprocessing", "multiprocess
 
 
 @pytest.mark.parametrize(
-    ("method", "end"), [("fork", "for rank in ranks: rank.join()"), ("spawn", "pass")]
+    ("method", "end"),
+    [
+        pytest.param("fork", "for rank in ranks: rank.join()", marks=pytest.mark.release),
+        ("spawn", "pass"),
+    ],
 )
 def test_simulated_script_starts_processes_error(tmp_path, method, end):
     """A script may wait for its ranks, or not."""

@@ -49,6 +49,7 @@ def test_bad_markers_stop_session_and_name_tests(project):
     assert "Traceback" not in result.stdout.str() + result.stderr.str()
 
 
+@pytest.mark.release
 def test_bad_markers_stop_an_xdist_session_too(project):
     pytest.importorskip("xdist")
     pytester = project(FAULTY)
@@ -172,6 +173,7 @@ def test_nccl_without_gpus_is_refused_unless_skipped(project):
     ) in result.stdout.str()
 
 
+@pytest.mark.release
 def test_distributed_tests_run_without_xdist(project):
     pytester = project("""
         import pytest

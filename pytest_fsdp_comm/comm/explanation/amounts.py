@@ -14,6 +14,7 @@ from typing import ClassVar, Final
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.evidence import (
+    BETWEEN_STAGES,
     Matches,
     Recordings,
     count_acts,
@@ -491,7 +492,8 @@ class Sizes(_Scaled):
         if self.axis:
             return call.role == Role.GRADIENTS and key.axis == self.axis
         is_loss = self.with_loss and not call.role and key.phase is Phase.OUTSIDE
-        return key.subject == "collective" and (call.role == Role.ACTIVATIONS or is_loss)
+        is_activation = call.role == Role.ACTIVATIONS or key.what in BETWEEN_STAGES
+        return key.subject == "collective" and (is_activation or is_loss)
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
         return self.is_affected(key, call)
@@ -503,6 +505,7 @@ class Sizes(_Scaled):
             for key, before, after in group.rows:
                 sizes, role = sizes_of(before, after), role_of(before)
                 if sizes is not None and role == role_of(after):
+                    role = Role.ACTIVATIONS if key.what in BETWEEN_STAGES else role
                     axis = key.axis if role == Role.GRADIENTS else ""
                     sizes_by_part[role, axis].append((*sizes, len(group.owners)))
         for (role, axis), pairs in sizes_by_part.items():
@@ -533,13 +536,22 @@ class Sizes(_Scaled):
     def find_cause(self, recordings: Recordings) -> str:
         if self.axis:
             return ""  # the sizes of gradients depend on their parameters and on the mesh
-        rows = [row for row in recordings.old.collectives if role_of((row,)) == Role.ACTIVATIONS]
+        activations = replace(self, with_loss=False)
+        rows = [
+            row
+            for row in recordings.old.collectives
+            if any(activations.is_affected(row.key, call) for call in row.calls)
+        ]
         kinds, axes = {row.what for row in rows}, {row.axis for row in rows}
         trees = recordings.trees
         sizes = ["batch size", "sequence length"]
         if kinds == {"all_to_all"}:
             sizes += ["expert capacity", "expert routing"]
-        elif "all_reduce" not in kinds and trees and trees.placed_axes.isdisjoint(axes):
+        elif (
+            kinds.isdisjoint({"all_reduce", *BETWEEN_STAGES})
+            and trees
+            and trees.placed_axes.isdisjoint(axes)
+        ):
             # No parameters are placed on these axes, so they may belong to experts.
             sizes += ["expert capacity"]
         old, new = map(list_gathers, recordings.sides)

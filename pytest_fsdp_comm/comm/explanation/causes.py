@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
@@ -84,8 +84,10 @@ def find_causes(
                 isinstance(step, Dtype) and text == step.find_change_of_torch(recordings) != ""
             )
             causes.append(Cause(text=text, steps=(step,), is_of_torch=is_of_torch))
-    causes += _find_prefetch_causes(explanation, recordings)
-    causes += _find_exposure_causes(explanation, recordings)
+    # Without prefetching, FSDP1 waits for the GPU more often, so do not name these waits as well.
+    causes += [*_find_prefetch_causes(explanation, recordings)] or _find_exposure_causes(
+        explanation, recordings
+    )
     causes += _find_ddp_causes(explanation, recordings)
     unique = {cause.text: cause for cause in causes if cause.text}
     return tuple(
@@ -238,11 +240,16 @@ def _find_fewer_backwards_causes(
 
 
 def _find_schedule_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:
-    """Detect that pipeline stages run forwards and backwards in another order."""
+    """Detect that pipeline stages run in another order, or have other modules."""
     sends = [
         [(row.ranks, row.calls) for row in side.collectives if row.what == "send"]
         for side in recordings.sides
     ]
+    old, new = map(_find_ranks_of_units, recordings.sides)
+    moved = [owner for owner in old.keys() & new if old[owner] != new[owner]]
+    is_same = recordings.old.recorded_ranks == recordings.new.recorded_ranks
+    if sends[0] and sends[1] and moved and is_same:
+        yield Cause(text=f"{name_owners(moved)} moved to other pipeline ranks")
     growth = Counter[Phase]()
     for sign, side in ((-1, explanation.before), (1, explanation.after)):
         for row in side:
@@ -252,25 +259,42 @@ def _find_schedule_causes(explanation: Explanation, recordings: Recordings) -> I
         yield Cause(text="another pipeline schedule, which runs micro-batches in a different order")
 
 
+def _find_ranks_of_units(profile: CommProfile) -> dict[str | None, set[int]]:
+    """Return the ranks that gather each unit, if not all recorded ranks do."""
+    ranks = defaultdict[str | None, set[int]](set)
+    for row in profile.collectives:
+        if role_of((row,)) == Role.PARAMETERS and row.ranks:
+            ranks[row.owner].update(row.ranks)
+    return ranks
+
+
 def _find_detached_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:
-    """Detect that collectives of user code no longer have one in backward, and forward is equal."""
+    """Detect that user code's collectives have one more or less in backward, but not in forward."""
     forward = {
         (row.owner, row.axis)
         for row in recordings.new.collectives
         if row.phase in {Phase.FORWARD, Phase.OUTSIDE} and role_of((row,)) in {"", Role.ACTIVATIONS}
     }
+    unchanged = {*explanation.before} & {*explanation.after}
     before, after = (
-        {(row.owner, row.key) for row in side if row.axis and is_from_user_code((row,))}
+        {
+            (row.owner, row.key)
+            for row in side
+            if row.axis and is_from_user_code((row,)) and row not in unchanged
+        }
         for side in (explanation.before, explanation.after)
     )
-    unchanged = {*explanation.before} & {*explanation.after}
-    lost = before - {(row.owner, row.key) for row in unchanged}
-    phases = {key.phase for _, key in lost}
-    has_forward = {(owner, key.axis) for owner, key in lost} <= forward
-    is_lost = phases == {Phase.BACKWARD} and lost.isdisjoint(after) and has_forward
-    if is_lost and not explanation.steps:
-        text = "gradients no longer pass through a collective of forward"
-        yield Cause(text=f"{text}: detach(), or a call without gradients", is_unwanted=True)
+    text = "pass through a collective of forward"
+    for changed, others, is_lost in ((before, after, True), (after, before, False)):
+        phases = {key.phase for _, key in changed}
+        has_forward = {(owner, key.axis) for owner, key in changed} <= forward
+        if explanation.steps or phases != {Phase.BACKWARD} or others or not has_forward:
+            continue
+        if is_lost:
+            reason = "detach(), or a call without gradients"
+            yield Cause(text=f"gradients no longer {text}: {reason}", is_unwanted=True)
+        else:
+            yield Cause(text=f"gradients now {text}")
 
 
 def _find_exposure_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:
@@ -293,7 +317,8 @@ def _find_prefetch_causes(explanation: Explanation, recordings: Recordings) -> I
         changes = [change for change in timings if change.key.phase is phase]
         distances = [(change.before[-1][0], change.after[-1][0]) for change in changes]
         later = {after < before for before, after in distances}
-        if explanation.steps or not explanation.is_exact:
+        is_alone = all(isinstance(step, Waits) for step in explanation.steps)
+        if not (explanation.is_exact and is_alone):
             later = set()
         call, changed = f"set_modules_to_{phase}_prefetch", f"{phase}_prefetch"
         trees = recordings.trees

@@ -487,7 +487,8 @@ class Exchanged(Replaced):
             _find_nbytes_of_busiest(list_collective_rows(side))
             for side in (self.old_rows, self.rows)
         )
-        amount = ", same bytes" if before == after else f", {show_nbytes_change(before, after)}"
+        # An all-reduce sends more than the size of its tensor.
+        amount = ", same size" if before == after else f", {show_nbytes_change(before, after)}"
         # Objects have no size.
         amount *= before * after > 0
         kinds = f"{' and '.join(self.new)} instead of {' and '.join(self.old)}"

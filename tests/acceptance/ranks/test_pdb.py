@@ -139,6 +139,7 @@ def test_ctrl_c_stays_in_the_debugger(spawn):
     assert "2 passed, 1 deselected" in rest(child)
 
 
+@pytest.mark.release
 def test_trace_debugs_the_chosen_rank(spawn):
     child = spawn("--trace --pdb-rank 1 -k after")
     child.expect(PROMPT)
@@ -166,6 +167,7 @@ def test_quitting_ends_the_session(spawn, arguments, outcome):
     assert child.exitstatus == pytest.ExitCode.INTERRUPTED
 
 
+@pytest.mark.release
 def test_rank_that_dies_in_pdb_fails_only_its_test(spawn):
     child = spawn("-k 'breakpoint or after'")
     child.expect(PROMPT)
@@ -175,6 +177,7 @@ def test_rank_that_dies_in_pdb_fails_only_its_test(spawn):
     assert "1 failed, 1 passed, 1 deselected" in shown
 
 
+@pytest.mark.release
 def test_a_breakpoint_works_in_a_spawned_rank(spawn):
     child = spawn("--pdb-rank 1 -k breakpoint -o fsdp_comm_start=spawn")
     child.expect("ranks are new processes")

@@ -114,6 +114,7 @@ def test_quick(dist_info):
 """
 
 
+@pytest.mark.release
 def test_start_of_a_spawned_rank_is_not_test_time(pytester):
     """The module takes longer to import than the test may take."""
     pytester.makeconftest(UNSAFE_TO_FORK)

@@ -409,6 +409,7 @@ def test_killed_torchrun_process_restarts_session(tmp_path):
     assert (path / "ran").exists()
 
 
+@pytest.mark.release
 def test_killed_process_of_rank_0_ends_the_others(start_by_variables, tmp_path):
     path = project(tmp_path, KILL.format(rank=0))
     tmpdir = {"TMPDIR": str(tmp_path)}  # for what the killed process cannot remove
@@ -459,6 +460,7 @@ def test_rank_that_hangs_or_dies_ends_the_session(start_by_variables, tmp_path, 
     assert left_behind(path) == []
 
 
+@pytest.mark.release
 def test_exit_of_a_launched_rank_ends_the_session(start_by_variables, tmp_path):
     body = "    if rank() == 1: pytest.exit('enough', returncode=7)\n    dist.barrier()\n"
     never = "@pytest.mark.distributed\ndef test_never(): open('ran', 'w').close()\n"
@@ -510,6 +512,7 @@ def test_kept(n): agree(n)
 """
 
 
+@pytest.mark.release
 def test_randomly_shuffles_and_seeds_all_ranks_alike(start_alone, start_by_variables, tmp_path):
     path = project(tmp_path, RANDOM)
     options = ("-v", *(f"-pno:{name}" for name in ("asyncio", "hypothesispytest", "timeout")))
@@ -580,6 +583,7 @@ def test_xdist_on_launched_ranks_is_a_usage_error(start_alone, tmp_path):
     ) in ended.err
 
 
+@pytest.mark.release
 def test_a_port_that_is_taken_is_a_usage_error(start_alone, tmp_path):
     path = project(tmp_path, STEP.format(marker="", marker_name=""))
     with socket.socket(socket.AF_INET6) as taken:

@@ -150,6 +150,7 @@ def test_the_fake_backend_compares_with_the_same_file(recorded):
     result.stdout.fnmatch_lines(["2 snapshots passed."])
 
 
+@pytest.mark.release
 def test_snapshots_under_xdist_record_and_compare(project):
     pytest.importorskip("xdist")
     project.append("".join(
@@ -277,7 +278,13 @@ def test_update_keeps_plain_snapshots_of_failed_test(pytester, amber, failing, a
     assert amber.read_text() == before
 
 
-@pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["serial", "xdist"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param((), id="serial"),
+        pytest.param(("-n", "2"), id="xdist", marks=pytest.mark.release),
+    ],
+)
 def test_update_removes_unused_plain_snapshots(pytester, amber, arguments):
     source = PLAIN.format(failing="pass").replace('    assert "named" == snapshot(name="x")\n', "")
     pytester.makepyfile(test_it=source)
@@ -627,6 +634,7 @@ def test_it(comm_mode, comm_snapshot):
 """
 
 
+@pytest.mark.release
 def test_accept_command_of_partial_run_works(project):
     (project.path / "test_it.py").write_text(PARTIAL)
     project.update().assert_outcomes(passed=1)
@@ -642,7 +650,16 @@ def test_accept_command_of_partial_run_works(project):
     )
 
 
-@pytest.mark.parametrize("mark", ["xfail", "xfail(strict=True)", "xfail(raises=AssertionError)"])
+@pytest.mark.parametrize(
+    "mark",
+    [
+        "xfail(strict=True)",
+        *(
+            pytest.param(mark, marks=pytest.mark.release)
+            for mark in ("xfail", "xfail(raises=AssertionError)")
+        ),
+    ],
+)
 def test_xfail_of_comparison_is_xfailed(recorded, mark):
     recorded.edit("WIDTH = 8", "WIDTH = 16")
     recorded.edit("@pytest.mark.distributed", f"@pytest.mark.{mark}\n@pytest.mark.distributed")
@@ -657,7 +674,10 @@ def check(value, snapshot):
 """
 
 
-@pytest.mark.parametrize("way", ["helper", "plain", "variable"])
+@pytest.mark.parametrize(
+    "way",
+    ["helper", *(pytest.param(way, marks=pytest.mark.release) for way in ("plain", "variable"))],
+)
 def test_unrewritten_assertion_is_explained(recorded, way):
     """For example, in a module that is neither a test module nor a conftest."""
     recorded.pytester.makepyfile(helper=HELPER)
@@ -699,6 +719,7 @@ def test_other_failure_has_no_comparison_text(recorded, after):
     assert "differs from" not in result.stdout.str()
 
 
+@pytest.mark.release
 def test_artifacts_that_cannot_be_kept_cost_no_story(recorded):
     recorded.edit("WIDTH = 8", "WIDTH = 16")
     (recorded.path / "art").mkdir()

@@ -88,8 +88,12 @@ DETACHED = (
 )
 
 
+ATTACHED = "gradients now pass through a collective of forward"
+
+
 def test_lost_backward_of_a_collective_is_explained():
     assert told([BUCKET, GATHERED, BACK], [BUCKET, GATHERED])[1] == f"likely: {DETACHED}"
+    assert told([BUCKET, GATHERED], [BUCKET, GATHERED, BACK])[1] == f"likely: {ATTACHED}"
 
 
 @pytest.mark.parametrize(
@@ -111,6 +115,19 @@ def test_lost_backward_of_a_collective_is_explained():
 )
 def test_other_changes_lose_no_backward(old, new):
     assert DETACHED not in likely(old, new)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ([BUCKET], [BUCKET, GATHERED, BACK]),  # the forward collective is new, too
+        ([BUCKET, GATHERED, BACK], [BUCKET, GATHERED]),
+        ([BUCKET, GATHERED], [BUCKET, GATHERED, IN_A]),
+        ([BUCKET, GATHERED, BACK], [BUCKET, GATHERED, row(BACKWARD, None, "all_reduce", 1_024)]),
+    ],
+)
+def test_other_changes_gain_no_backward(old, new):
+    assert ATTACHED not in likely(old, new)
 
 
 def test_gradients_alone_may_be_reduced_twice():
@@ -268,3 +285,57 @@ def test_calls_that_send_copies_are_not_new_calls():
     # More or fewer calls are new or lost calls.
     more = averaging(None, "bfloat16", 512, count=4)
     assert not any("now send" in line for line in told([BUCKET, *modules], [BUCKET, more]))
+
+
+def placed(ranks, *owners):
+    """Rows of units that only some ranks gather, and what pipeline stages send."""
+    rows = [row(FORWARD, owner, "all_gather", 1_024, "parameters") for owner in owners]
+    sent = replace(row(OUTSIDE, None, "send", 256, axis="world"), ranks=(0, 8))
+    return [*(replace(one, ranks=ranks) for one in rows), sent]
+
+
+MOVED = "layers.1 moved to other pipeline ranks"
+
+
+def test_units_on_other_ranks_are_a_cause():
+    old = [*placed((0,), "layers.0", "layers.1"), *placed((8,), "layers.2")[:-1]]
+    new = [*placed((0,), "layers.0"), *placed((8,), "layers.1", "layers.2")[:-1]]
+    assert MOVED in likely(old, new)
+    # Without stages, or if the unit is gone, nothing moved.
+    assert MOVED not in likely([one for one in old if one.axis == "dp"], new)
+    assert MOVED not in likely(old, [*placed((0,), "layers.0"), *placed((8,), "layers.2")[:-1]])
+    assert MOVED not in likely(old, [*placed((0,), "layers.0"), *placed((0, 8), "layers.2")[:-1]])
+
+
+def test_larger_tensors_between_stages_are_activations():
+    def stages(size, kinds=("send", "recv")):
+        return [BUCKET, *(row(OUTSIDE, None, kind, size, axis="world") for kind in kinds)]
+
+    assert told(stages(256), stages(512))[:2] == [
+        "activations (recv[world], send[world]): twice the bytes per call",
+        "likely: a different batch size, sequence length or model width",
+    ]
+    others = ("all_gather", "all_reduce")
+    assert "activations" not in told(stages(256, others), stages(512, others))[0]
+
+
+def test_forward_comes_before_the_backward_that_follows_from_it():
+    gathered = row(OUTSIDE, None, "all_gather", 1_024)
+    back = [replace(row(BACKWARD, None, "scatter", 4_096), ranks=(rank,)) for rank in range(4)]
+    base = [row(BACKWARD, "", "all_reduce", 4_096, "gradients")]
+    first, second, *_ = told(base, [*base, gathered, *back])
+    assert first.startswith("(no-module) outside forward and backward: all_gather[dp] 0 -> 1")
+    # Ranks with the same text share it.
+    assert second == "(no-module) in backward: scatter[dp] 0 -> x1 of 4_096 B float32 on ranks 0-3"
+
+
+def test_fewer_calls_of_the_same_bytes_say_so():
+    two, one = (
+        row(FORWARD, "a", "all_gather", 2_048 // count, axis="tp", count=count) for count in (2, 1)
+    )
+    assert (
+        told([BUCKET, two], [BUCKET, one])[0]
+        == "a in forward: all_gather[tp] 2 -> 1 (-1), same bytes"
+    )
+    less = row(FORWARD, "a", "all_gather", 1_024, axis="tp")
+    assert "same bytes" not in told([BUCKET, two], [BUCKET, less])[0]

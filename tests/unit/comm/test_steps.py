@@ -59,7 +59,7 @@ def test_call_over_another_axis_is_one_line(old, new, line):
     [
         (
             [metric("broadcast")],
-            "broadcast instead of all_reduce over dp outside forward and backward, same bytes",
+            "broadcast instead of all_reduce over dp outside forward and backward, same size",
         ),
         (
             [metric("reduce_scatter"), metric("all_gather")],

@@ -89,7 +89,7 @@ CASES = {
     ),
     "from one phase to another": (
         [counted("a", 1, 0), counted("a", 0, 1, phase=Phase.BACKWARD)],
-        "a in backward: all_gather[dp] 0 -> 1 (+1), 0 -> 1.0 KiB per rank, 1 more change",
+        "a in forward: all_gather[dp] 1 -> 0 (-1), 1.0 KiB -> 0 B per rank, 1 more change",
     ),
     "an element type": (
         [change("a", amounts(calls(2)), amounts(calls(2, dtype="bfloat16")))],

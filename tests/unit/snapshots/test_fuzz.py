@@ -10,9 +10,9 @@ def test_mutated_snapshot_is_refused_or_round_trips(kind):
     found = fuzzing.fuzz(kind, mutations=1_500, seed=1)  # `nox -s fuzz` makes 50,000
     assert sum(found.values()) == 1_500
     # The mutations reach both sides.
-    assert found["refused"] > 2_000
-    assert found["other"] > 40
-    assert found["same"] > 40
+    assert found["refused"] > 1_000
+    assert found["other"] > 15
+    assert found["same"] > 15
 
 
 @pytest.mark.parametrize("kind", ["comm", "tree"])
