@@ -1,8 +1,8 @@
 """Fork pytest sessions, and their xdist workers, from a process that has imported torch.
 
 The import takes two thirds of a short session's CPU time, and the acceptance tests run hundreds of
-sessions. Otherwise a session starts like ``python -m pytest``: pytest plugins and this project are
-not imported before. Tests of a session's imports, or of its list of processes, have the mark
+sessions. This project, syrupy and xdist are imported before, too. Otherwise a session starts like
+``python -m pytest``. Tests of a session's imports, or of its list of processes, have the mark
 ``cold``.
 
 `WarmStarter.python` is a substitute for ``python`` in programs that start one: a shell, torchrun,
@@ -13,9 +13,10 @@ Its pid differs from that of the forked process.
 import atexit
 import contextlib
 import gc
-import importlib.util
+import importlib
 import json
 import os
+import pkgutil
 import runpy
 import select
 import shlex
@@ -206,29 +207,19 @@ def reopen_output():
         setattr(sys, f"__{name}__", stream)
 
 
-def keep_compiled(*packages):
-    """Read the code of `packages` once for all sessions, each of which imports them.
+def import_plugins():
+    """Import this project, syrupy and xdist as pytest does, with rewritten assertions.
 
-    Reading it takes a sixth of the CPU time of a short session and its ranks.
+    That takes a third of the CPU time of a short session.
     """
-    from _pytest.assertion import rewrite
-
-    read = rewrite._read_pyc
-    codes = {}
-    for package in packages:
-        (directory,) = importlib.util.find_spec(package).submodule_search_locations
-        for source in Path(directory).rglob("*.py"):
-            file = rewrite.get_cache_dir(source) / f"{source.stem}{rewrite.PYC_TAIL}"
-            modified = source.stat().st_mtime_ns
-            code = read(source, file) or rewrite._rewrite_test(source, None)[1]
-            codes[source] = modified, code
-
-    def read_once(source, *args):
-        modified, code = codes.get(source, (None, None))
-        is_current = code is not None and source.stat().st_mtime_ns == modified
-        return code if is_current else read(source, *args)
-
-    rewrite._read_pyc = read_once
+    hook = install_importhook(_pytest.config.get_config())
+    hook.mark_rewrite("pytest_fsdp_comm", "syrupy", "xdist")
+    package = importlib.import_module("pytest_fsdp_comm")
+    modules = pkgutil.walk_packages(package.__path__, "pytest_fsdp_comm.")
+    names = [module.name for module in modules if not module.name.endswith("__main__")]
+    for name in (*names, "syrupy", "xdist.plugin", "xdist.dsession", "xdist.workermanage"):
+        importlib.import_module(name)
+    sys.meta_path.remove(hook)
 
 
 def become_python(command, python):
@@ -273,11 +264,12 @@ if __name__ == "__main__":
         import torch.distributed.tensor.debug
         import torch.distributed.tensor.parallel
         import torch.testing._internal.distributed.fake_pg  # noqa: F401  # see above
+        from _pytest.assertion import install_importhook
 
         plugins = [f"_pytest.{name}" for name in _pytest.config.default_plugins]
         for name in (*plugins, *sys.argv[3:]):
             importlib.import_module(name)
-        keep_compiled("pytest_fsdp_comm", "syrupy", "xdist")
+        import_plugins()
         # Imported modules outlive every session, so exclude them from garbage collection.
         gc.collect()
         gc.freeze()

@@ -166,6 +166,7 @@ def test_report_that_cannot_be_written_is_named(pytester):
     result.stdout.fnmatch_lines([problem])
 
 
+@pytest.mark.cold
 def test_without_the_option_the_report_is_not_imported(pytester):
     pytester.makepyfile(
         """

@@ -9,7 +9,10 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="takes away what Linux has")
+pytestmark = [
+    pytest.mark.cold,  # takes away what Linux has before this plugin is imported
+    pytest.mark.skipif(sys.platform != "linux", reason="takes away what Linux has"),
+]
 
 # What Python's documentation says is not available on Windows, as far as other packages here, which
 # look at sys.platform, can do without it.
@@ -78,7 +81,14 @@ def no_fork(pytester):
     )
 
 
-@pytest.mark.parametrize("arguments", [(), ("-n", "2"), ("--comm-report=report",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param((), marks=pytest.mark.release),
+        pytest.param(("-n", "2"), marks=pytest.mark.release),
+        ("--comm-report=report",),
+    ],
+)
 def test_without_fork_only_distributed_tests_fail(no_fork, pytester, arguments):
     result = no_fork("--snapshot-update", *arguments)
     result.assert_outcomes(passed=2, errors=3, skipped=1)
