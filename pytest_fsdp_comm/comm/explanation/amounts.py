@@ -216,6 +216,9 @@ class Counts(GlobalStep):
         roles = {call.role for _, call in _list_matching_calls(matches, recordings)}
         if roles == {""}:  # user code's, which no module shows
             calls += _describe_matching_kinds(matches, recordings)
+        elif roles == {Role.PARAMETERS} and self.factor < 1 and calls == "all forward calls":
+            # If units stay unsharded, a forward gathers less; it may run as often as before.
+            calls = "all forward gathers"
         text = self._describe_call_factor(calls, matches, recordings)
         if reductions in {None, 0, self.factor}:
             return text
@@ -235,7 +238,9 @@ class Counts(GlobalStep):
 
         is_common = recordings.ratio(is_counted, is_shared=True) == self.factor
         who = f" of {name_modules(self._find_changed_owners(recordings))}" if self.excluded else ""
-        parts = [f"forward calls{who}: {name_factor(self.factor)} as many"]
+        roles = {call.role for _, call in _list_matching_calls(is_counted, recordings)}
+        calls = "gathers" if self.factor < 1 and roles == {Role.PARAMETERS} else "calls"
+        parts = [f"forward {calls}{who}: {name_factor(self.factor)} as many"]
         parts += [] if is_common else ["apart from the other changes"]
         is_backward = _make_phase_matcher(Phase.BACKWARD)
         gathers = recordings.ratio(lambda *call: is_backward(*call) and is_gather(*call[:2]))
@@ -547,16 +552,12 @@ class Sizes(_Scaled):
         sizes = ["batch size", "sequence length"]
         if kinds == {"all_to_all"}:
             sizes += ["expert capacity", "expert routing"]
-        elif (
-            kinds.isdisjoint({"all_reduce", *BETWEEN_STAGES})
-            and trees
-            and trees.placed_axes.isdisjoint(axes)
-        ):
+        elif "all_to_all" in kinds and trees and trees.placed_axes.isdisjoint(axes):
             # No parameters are placed on these axes, so they may belong to experts.
             sizes += ["expert capacity"]
         old, new = map(list_gathers, recordings.sides)
         if not (old == new != set() or (trees and not trees.is_other_shape)):
-            sizes.append("model width")
+            sizes.append("parameter shape" if trees and trees.is_other_shape else "model width")
         return f"a different {', '.join(sizes[:-1])} or {sizes[-1]}"
 
 

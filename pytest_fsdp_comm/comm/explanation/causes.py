@@ -241,10 +241,7 @@ def _find_fewer_backwards_causes(
 
 def _find_schedule_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:
     """Detect that pipeline stages run in another order, or have other modules."""
-    sends = [
-        [(row.ranks, row.calls) for row in side.collectives if row.what == "send"]
-        for side in recordings.sides
-    ]
+    sends = [*map(_count_sends, recordings.sides)]
     old, new = map(_find_ranks_of_units, recordings.sides)
     moved = [owner for owner in old.keys() & new if old[owner] != new[owner]]
     is_same = recordings.old.recorded_ranks == recordings.new.recorded_ranks
@@ -257,6 +254,16 @@ def _find_schedule_causes(explanation: Explanation, recordings: Recordings) -> I
     is_only_moved = growth[Phase.FORWARD] * growth[Phase.BACKWARD] < 0
     if sends[0] and sends[0] == sends[1] and is_only_moved and not explanation.steps:
         yield Cause(text="another pipeline schedule, which runs micro-batches in a different order")
+
+
+def _count_sends(profile: CommProfile) -> Counter[tuple[int, int]]:
+    """Count what stages send to each other, by rank and size."""
+    sends = Counter[tuple[int, int]]()
+    for row in profile.collectives:
+        for rank in row.ranks or profile.recorded_ranks or range(profile.world_size):
+            for call in row.calls if row.what == "send" else ():
+                sends[rank, call.nbytes] += call.count
+    return sends
 
 
 def _find_ranks_of_units(profile: CommProfile) -> dict[str | None, set[int]]:

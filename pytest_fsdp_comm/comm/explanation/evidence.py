@@ -91,6 +91,11 @@ class Recordings:
         pool = Pool()
         return pool.state(self.renamed), pool.state(self.new)
 
+    def list_old_modules(self, owners: Iterable[Owner]) -> list[Owner]:
+        """Return the modules that the old recording has, too; all if it has none of them."""
+        known, old = [*owners], self.states[0]
+        return [owner for owner in known if owner in old] or known
+
     @cached_property
     def carried_elements(self) -> Counter[str]:
         """The result of `count_carried_elements`, under the new names of axes."""

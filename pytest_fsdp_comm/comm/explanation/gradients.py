@@ -271,6 +271,9 @@ class Reduced(_OfGradients):
         gathers = self._describe_gathers(recordings)
         if self.is_by_more:
             how = "now also" if self.is_added else "no longer"
+            old, new = recordings.states
+            if not any(old[at].reductions.keys() & new[at].reductions for at in self.owners):
+                how = how.removesuffix(" also")
             return f"{gradients} {how} reduced by {operations}{gathers}"
         how = "now" if self.is_added else "no longer"
         return f"{gradients} {how} reduced ({operations}){gathers}"

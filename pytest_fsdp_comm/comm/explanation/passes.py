@@ -383,7 +383,7 @@ class Redistributed(Replaced):
 
     @property
     def is_regression(self) -> bool:
-        return True
+        return self.phase is not Phase.OPTIMIZER  # where norms of gradients are computed
 
     def find_problem(self, recordings: Recordings) -> Problem | None:
         # Backward must reduce a partial gradient. If nothing else changed for these modules, the

@@ -82,7 +82,7 @@ class Freed(Replaced):
             lambda key, call: key.phase is Phase.BACKWARD and is_gather(key, call),
             is_change=True,
         )
-        return f"{name_modules(self.owners)} {how}: {calls}"
+        return f"{name_modules(recordings.list_old_modules(self.owners))} {how}: {calls}"
 
     def find_cause(self, recordings: Recordings) -> str:
         value, old_name, cost = ("False", "SHARD_GRAD_OP", "less traffic, more memory")
@@ -99,8 +99,15 @@ class Freed(Replaced):
             is_kept = "no longer " * self.is_added
             call = f"set_reshard_after_backward(False) is {is_kept or 'now '}called"
             return f"the units are {is_kept}kept from one micro-batch to the next: {call}"
+        if change := _describe_policy_change(self, recordings):
+            return change
+        trees = recordings.trees
+        known = trees is not None and trees.has_units(self.owners) and trees
+        if known and known.new_roots.union(known.policies).isdisjoint(self.owners):
+            forward = "forward may run without the unit's hooks"
+            return f"{forward}: no setting changed, as the tree shows" * (not self.is_added)
         guess = f"reshard_after_forward became {value} (FSDP1: {old_name}), or the unit {root}"
-        return _describe_policy_change(self, recordings) or f"{guess}: {cost}"
+        return f"{guess}: {cost}"
 
 
 def _count_forward_gathers(side: Mapping[RowKey, Rows]) -> int:

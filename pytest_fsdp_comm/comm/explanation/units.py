@@ -73,7 +73,9 @@ class UnitSizes(Replaced):
         return True
 
     def describe(self, recordings: Recordings) -> str:
-        return f"unit sizes changed: {describe_sizes(self.sizes)} per gather"
+        # An earlier step may have added modules with the old sizes of their siblings.
+        sizes = {owner: self.sizes[owner] for owner in recordings.list_old_modules(self.sizes)}
+        return f"unit sizes changed: {describe_sizes(sizes)} per gather"
 
 
 def _make_resized_rows(old: Content, new: Content) -> dict[RowKey, Rows]:
@@ -394,7 +396,11 @@ class Called(Replaced):
             )
         if len(owners) == 1:
             (count,) = owners
-            return f"{who} gathered {name_times(count)} in forward{others}"
+            old, _ = recordings.states
+            old_counts = {count_forward_gathers(old[owner]) for owner in self.owners} - {count}
+            often = f"{'/'.join(map(str, sorted(old_counts)))} -> {count} times"
+            often = often if old_counts else name_times(count)
+            return f"{who} gathered {often} in forward{others}"
         units = [
             f"{name_modules(group)} {name_times(count)}" for count, group in sorted(owners.items())
         ]
@@ -502,7 +508,7 @@ class Gathered(Replaced):
         gathers = f", {others}" if others else ""
         return add_calls(
             f"{who} now gathered{' and reduced' * self.is_reduced}{gathers}",
-            describe_calls(self, recordings, is_gather),
+            describe_calls(self, recordings, is_of_parameters if self.is_reduced else is_gather),
         )
 
     def _can_still_be_unsharded(self, recordings: Recordings) -> bool:

@@ -171,8 +171,8 @@ def forward_alone(one):
             tree(layers_2_weight={"trainable": False}),
             "the unit is detached, or not synchronized",
         ),
-        # A tree that changed in nothing says nothing of a policy.
-        (kept, tree(), "reshard_after_forward became False"),
+        # If nothing changed in the tree, the setting did not change either.
+        (kept, tree(), "forward may run without the unit's hooks"),
         (in_bfloat16, tree(), "an fsdp_pre_all_gather hook of the weights"),
         (reduced_often, tree(layers_1_weight={"trainable": False}), "reduced in each micro-batch"),
     ],

@@ -184,7 +184,7 @@ def test_unit_with_the_name_of_the_root_is_not_moved():
 def test_added_unit_needs_bytes_no_unit_lost():
     old, new = profile(), profile(extra=[unit("head", 512)])
     assert describe_steps(old, new) == [
-        "head now gathered and reduced, other units unchanged: 2 calls, 1.0 KiB in total"
+        "head now gathered and reduced, other units unchanged: 3 calls, 1.5 KiB in total"
     ]
     # The same beside a unit that shrank by other bytes: two changes, neither of which is told so.
     shrunk = changed(new, lambda one: sized(one, Fraction(1, 2)) if one.owner == "" else one)
@@ -244,7 +244,7 @@ LOSS = row(Phase.OUTSIDE, None, "all_reduce", 64, axis="tp")
                 *[times(one, 2) if one.what == "all_gather" else one for one in unit("a")],
                 *unit("b"),
             ],
-            "a gathered 2 times in forward, other units once",
+            "a gathered 1 -> 2 times in forward, other units once",
         ),
         (
             [
@@ -331,7 +331,7 @@ def test_ddp_to_hsdp_names_all_gathered_units():
     assert explanation.is_exact
     assert {*describe_steps(ddp, hsdp)} == {
         "no more collectives over world",
-        "(root), a now gathered and reduced: 3 calls, 320 B in total",
+        "(root), a now gathered and reduced: 7 calls, 704 B in total",
     }
 
 

@@ -3,7 +3,19 @@
 from dataclasses import replace
 
 import pytest
-from sample_profiles import BACKWARD, DP, FORWARD, TP, changed, counted, made, profile, row, times
+from sample_profiles import (
+    BACKWARD,
+    DP,
+    FORWARD,
+    TP,
+    changed,
+    counted,
+    made,
+    profile,
+    row,
+    times,
+    unit,
+)
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
@@ -65,6 +77,10 @@ SCHEDULE = "another pipeline schedule, which runs micro-batches in a different o
 def test_units_gathered_at_other_times_mean_another_schedule():
     assert likely(stage(5, 1), stage(3, 3)) == [SCHEDULE]
     assert likely(stage(3, 3), stage(5, 1)) == [SCHEDULE]
+    # Whether something hides the sends depends on the schedule.
+    *units, sent = stage(3, 3)
+    exposed = tuple(replace(call, exposed=True) for call in sent.calls)
+    assert likely(stage(5, 1), [*units, replace(sent, calls=exposed)]) == [SCHEDULE]
 
 
 @pytest.mark.parametrize(
@@ -339,3 +355,30 @@ def test_fewer_calls_of_the_same_bytes_say_so():
     )
     less = row(FORWARD, "a", "all_gather", 1_024, axis="tp")
     assert "same bytes" not in told([BUCKET, two], [BUCKET, less])[0]
+
+
+def test_gradients_reduced_over_another_axis_are_not_also_reduced():
+    def user_code(*axes):
+        reduced = [row(BACKWARD, "b", "all_reduce", 64, "gradients", axis=axis) for axis in axes]
+        metrics = [row(OUTSIDE, None, "all_reduce", 4, axis=axis) for axis in ("dp", "world")]
+        return [*unit("a"), *metrics, *reduced]
+
+    lines = told(user_code("dp"), user_code("world"))
+    assert lines[0].startswith("gradients of b now reduced by all_reduce[world]")
+    also = "gradients of b now also reduced by all_reduce[world]"
+    assert told(user_code("dp"), user_code("dp", "world"))[0].startswith(also)
+
+
+def test_new_modules_have_no_old_size():
+    old, new = profile(2), larger(profile(4))
+    lines = [entry.text for entry in render_comparison(compare(old, new), snapshot="s").changes]
+    assert "unit sizes changed: layers.{0..1} 10.0 -> 20.0 KiB per gather" in lines
+
+
+def larger(base):
+    def grow(one):
+        is_of_layer = (one.owner or "").startswith("layers.") and one.axis
+        calls = tuple(replace(call, nbytes=2 * call.nbytes) for call in one.calls)
+        return replace(one, calls=calls) if is_of_layer else one
+
+    return changed(base, grow)

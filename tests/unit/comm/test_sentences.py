@@ -267,7 +267,11 @@ def added_gathers_are_counted(match, facts):
             for key, calls in side.items()
             if key[0] in who and (key[2] is BACKWARD or not is_backward)
         )
-        for side in facts.select(is_gather)
+        for side in facts.select(
+            lambda key, name: (
+                is_gather(key, name) or ("and reduced" in match[0] and is_reduction(key, name))
+            )
+        )
     )
     assert abs(new - old) == int(match[2])
 
@@ -281,11 +285,13 @@ def gathers_are_counted(match, facts):
         assert {count(calls) for calls in rows} == {int(number)}
 
 
-@check_of(r"(.+) gathered (\w+)(?: times)? in forward, other units (\w+)")
+@check_of(r"(.+) gathered (?:(\d+) -> )?(\w+)(?: times)? in forward, other units (\w+)")
 def gathers_are_compared(match, facts):
-    own, others = (1 if text == "once" else int(text) for text in match.groups()[1:])
-    _, new = facts.select(lambda key, name: is_gather(key, name) and key[2] is FORWARD)
+    own, others = (1 if text == "once" else int(text) for text in match.groups()[2:])
+    old, new = facts.select(lambda key, name: is_gather(key, name) and key[2] is FORWARD)
     who = names_in(match[1])
+    before = {count(calls) for key, calls in old.items() if key[0] in who}
+    assert not match[2] or before == {int(match[2])}
     assert {count(calls) for key, calls in new.items() if key[0] in who} == {own}
     assert max(count(calls) for key, calls in new.items() if key[0] not in who) == others
 
