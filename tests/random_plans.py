@@ -26,7 +26,7 @@ from pytest_fsdp_comm.text.codec import to_json
 from pytest_fsdp_comm.tree.profile import tree_facts
 
 TIMES = int(os.environ.get("RANDOM_PLANS_TIMES", "1"))
-EXAMPLES = {2: 15 * TIMES, 4: 15 * TIMES, 8: 4 * TIMES}
+EXAMPLES = {2: 15 * TIMES, 4: 8 * TIMES, 8: 4 * TIMES}
 """Number of plans by world size: eight gloo ranks are slow."""
 
 

@@ -15,7 +15,7 @@ TESTS = pathlib.Path(__file__).parents[1]
     ("number", "world_size", "at_least"),
     [
         pytest.param("two", 2, 12, marks=pytest.mark.release),
-        ("four", 4, 12),  # the smallest mesh with two axes of more than one rank
+        ("four", 4, 6),  # the smallest mesh with two axes of more than one rank
         pytest.param("eight", 8, 3, marks=pytest.mark.release),
     ],
 )

@@ -219,10 +219,16 @@ def outcome_of():
 @pytest.mark.parametrize(
     ("step", "expected", "name"),
     [
-        pytest.param(*key, f"{place} {name}", id=f"{key[0]}-{place}.{name}")
+        pytest.param(
+            *key,
+            f"{place} {name}",
+            id=f"{key[0]}-{place}.{name}",
+            # The matrix runs all of them with each version of torch.
+            marks=[pytest.mark.release] * (number % 3 > 0),
+        )
         for key, rows in NAMES.items()
         for place, *names in map(str.split, rows)
-        for name in names
+        for number, name in enumerate(names)
     ],
 )
 def test_removed_name_has_its_outcome(outcome_of, step, expected, name):

@@ -80,7 +80,10 @@ def test_start():
 @pytest.mark.parametrize(
     ("conftest", "option", "operator", "line"),
     [
-        ("", "--comm-start=auto", "not in", "fsdp-comm: world size 2 *, backend *gloo"),
+        pytest.param(
+            *("", "--comm-start=auto", "not in", "fsdp-comm: world size 2 *, backend *gloo"),
+            marks=pytest.mark.release,
+        ),
         (UNSAFE_TO_FORK, "--comm-start=fork", "not in", "fsdp-comm: *, ranks are forked"),
         # A worker of xdist has no terminal.
         (UNSAFE_TO_FORK, "-n1", "in", "*: PytestWarning: fsdp-comm: threads have been running *"),

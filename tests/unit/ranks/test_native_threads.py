@@ -100,7 +100,10 @@ def test_inter_op_pool_of_torch_is_find_reason_not_to_fork(tmp_path):
 
 
 @pytest.mark.upstream
-@pytest.mark.parametrize("first", ["", "import torch; torch.set_num_threads(4)"])
+@pytest.mark.parametrize(
+    "first",
+    ["", pytest.param("import torch; torch.set_num_threads(4)", marks=pytest.mark.release)],
+)
 def test_usual_imports_are_safe_to_fork(tmp_path, first):
     code = f"{first}\n{USUAL}\nimport os\nassert len(os.listdir('/proc/self/task')) > 2"
     assert reason(tmp_path, code) == ""
