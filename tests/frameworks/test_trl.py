@@ -137,5 +137,5 @@ def test_gather_in_each_chunk_is_reported(comm_mode, monkeypatch, tmp_path):
     without_gather_before_the_chunks(monkeypatch)
     monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", GatheringChunks)
     first = comm_failure(once, of())[0]
-    assert first == "base_model.model.lm_head gathered 8 times in forward, other units once"
+    assert first == "base_model.model.lm_head gathered 1 -> 8 times in forward, other units once"
     assert f"`{first}`" in PAGE.read_text()

@@ -232,7 +232,7 @@ class Layers(Step):
         if self.new < self.old:
             trees, (old, new) = recordings.trees, recordings.states
             is_present = trees is not None and trees.has_units(old.keys() - new.keys())
-            added = ", the others did not run" if is_present else ", the others removed or not run"
+            added = ", the others send nothing" if is_present else ", the others removed or not run"
             added *= is_present or trees is None
         modules = "modules" if self.has_units else "modules that communicate"
         return f"{self.prefix or ROOT_TEXT}: {self.old} -> {self.new} {modules}{added}"
