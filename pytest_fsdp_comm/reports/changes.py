@@ -90,11 +90,11 @@ def _sort_changes(
     late = [Statement(severity="change", text=timing.describe()) for timing in timings]
     second = [*(entry for entry in others if entry not in effects), *late]
     main = first or second or reshards
-    if comparison.causes and not (steps or frames or user_calls):
+    # Steps do not cover these collectives. Those between pipeline stages follow from the schedule.
+    promoted = [entry for row, entry in user_calls if not row.what.startswith(("send", "recv"))]
+    if comparison.causes and not (steps or frames or promoted):
         # Rows and exposed calls are details of a cause, so it comes second.
         main = main[:1]
-    # Steps do not cover these collectives. Those between pipeline stages follow from the schedule.
-    promoted = (entry for row, entry in user_calls if not row.what.startswith(("send", "recv")))
     main = [*main, *(entry for entry in promoted if entry not in main)]
     rest = [entry for entry in (*first, *second, *reshards) if entry not in main]
     return _add_sites(main, rest, comparison), rest
