@@ -212,7 +212,10 @@ def import_plugins():
 
     Otherwise, that would take two thirds of the CPU time of a session without ranks.
     """
-    hook = install_importhook(_pytest.config.get_config())
+    config = _pytest.config.get_config()
+    if not hasattr(config, "inicfg"):
+        config.inicfg = {}  # pytest 8 sets it when it reads its arguments
+    hook = install_importhook(config)
     hook.mark_rewrite("pytest_fsdp_comm", "syrupy", "xdist")
     package = importlib.import_module("pytest_fsdp_comm")
     modules = pkgutil.walk_packages(package.__path__, "pytest_fsdp_comm.")
