@@ -7,6 +7,7 @@ from sample_profiles import FORWARD, changed, counted, profile, role
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.profile import replace_fields
 from pytest_fsdp_comm.reports.changes import render_comparison
 
 
@@ -100,3 +101,15 @@ def test_renamed_units_keep_their_exposure():
     old = gathers_exposed(BASE, "layers.1")
     new = replace(changed(old, rename), shows_overlap=True)
     assert not any("hidden" in line for line in told(old, new))
+
+
+def test_less_prefetching_is_the_cause_and_not_its_wait():
+    """Without prefetching, FSDP1 waits for the GPU."""
+
+    def gather_late(one):
+        calls = tuple(replace(call, ahead=0) for call in one.calls)
+        return replace(one, calls=replace_fields(calls)) if one.axis else one
+
+    late = changed(gathers_exposed(BASE, *LAYERS[1:]), gather_late)
+    likely = [line for line in told(BASE, waiting(late, *LAYERS)) if line.startswith("likely: ")]
+    assert [line.split(" (")[0] for line in likely] == ["likely: less backward prefetching"]
