@@ -77,7 +77,7 @@ def _sort_changes(
     # nothing; it is one of the waits.
     sending = [
         entry
-        for row, entry in sorted(described, key=lambda pair: pair not in user_calls)
+        for row, entry in sorted(described, key=lambda pair: not _is_change_of_user_calls(pair[0]))
         if row.subject == "collective" and not (steps or row.what.startswith("barrier"))
     ]
     effects = [*sending, *_describe_overlap(comparison)]
@@ -225,7 +225,9 @@ def _describe_row(change: Change, comparison: Comparison) -> Statement:
     """Describe a change that no step explains."""
     sites = _list_call_sites(_drop_backward_lines(_find_new_calls_of_change(change, comparison)))
     # If parameters have new shapes, as many calls as before have new sizes.
-    is_resized = any(isinstance(step, Step) and step.is_effect for step in comparison.reported)
+    is_resized = change.subject == "collective" and any(
+        isinstance(step, Step) and step.is_effect for step in comparison.reported
+    )
     return Statement(
         severity="change",
         text=_describe_change(change),
@@ -356,16 +358,16 @@ def _show_other_calls(amount: Row, excluded: Row) -> str:
 
 
 def _show_amounts(amounts: Sequence[Row]) -> str:
-    ranks_by_calls: defaultdict[str, list[int]] = defaultdict(list)
+    ranks_by_calls: defaultdict[tuple[str, bool], list[int]] = defaultdict(list)
     for amount in amounts:
         calls = f"x{amount.count}, {show_nbytes(amount.nbytes, amount.unsized)} in total,"
         # List the calls if possible, because a sum hides differences between ranks, such as peers.
         if len(amount.calls) == 1:
             calls = str(amount.calls[0])
-        ranks_by_calls[calls] += amount.ranks
+        ranks_by_calls[calls, bool(amount.ranks)] += amount.ranks
     listed = (
         f"{calls} on {name_ranks(ranks) if ranks else 'all ranks'}"
-        for calls, ranks in ranks_by_calls.items()
+        for (calls, _), ranks in ranks_by_calls.items()
     )
     return " / ".join(listed) or "0"
 

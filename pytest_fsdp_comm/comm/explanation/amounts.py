@@ -212,13 +212,11 @@ class Counts(GlobalStep):
             calls = "forwards and backwards"
         if recordings.ratio(matches, is_shared=True) != self.factor:
             # Another step changes what backward sends.
-            calls, matches = "all forward calls", _make_phase_matcher(Phase.FORWARD)
+            matches = _make_phase_matcher(Phase.FORWARD)
+            calls = f"all forward {self._name_forward_calls(matches, recordings)}"
         roles = {call.role for _, call in _list_matching_calls(matches, recordings)}
         if roles == {""}:  # user code's, which no module shows
             calls += _describe_matching_kinds(matches, recordings)
-        elif roles == {Role.PARAMETERS} and self.factor < 1 and calls == "all forward calls":
-            # If units stay unsharded, a forward gathers less; it may run as often as before.
-            calls = "all forward gathers"
         text = self._describe_call_factor(calls, matches, recordings)
         if reductions in {None, 0, self.factor}:
             return text
@@ -238,8 +236,7 @@ class Counts(GlobalStep):
 
         is_common = recordings.ratio(is_counted, is_shared=True) == self.factor
         who = f" of {name_modules(self._find_changed_owners(recordings))}" if self.excluded else ""
-        roles = {call.role for _, call in _list_matching_calls(is_counted, recordings)}
-        calls = "gathers" if self.factor < 1 and roles == {Role.PARAMETERS} else "calls"
+        calls = self._name_forward_calls(is_counted, recordings)
         parts = [f"forward {calls}{who}: {name_factor(self.factor)} as many"]
         parts += [] if is_common else ["apart from the other changes"]
         is_backward = _make_phase_matcher(Phase.BACKWARD)
@@ -266,6 +263,11 @@ class Counts(GlobalStep):
             how = "as often as before"
         units = name_modules(self.excluded)
         return f"{text}; gathers of {units} {how} (not resharded after forward)"
+
+    def _name_forward_calls(self, matches: Matches, recordings: Recordings) -> str:
+        # If units stay unsharded, a forward gathers less; it may run as often as before.
+        roles = {call.role for _, call in _list_matching_calls(matches, recordings)}
+        return "gathers" if self.factor < 1 and roles == {Role.PARAMETERS} else "calls"
 
     def _find_changed_owners(self, recordings: Recordings) -> list[Owner]:
         old, new = recordings.states
@@ -497,7 +499,7 @@ class Sizes(_Scaled):
         if self.axis:
             return call.role == Role.GRADIENTS and key.axis == self.axis
         is_loss = self.with_loss and not call.role and key.phase is Phase.OUTSIDE
-        is_activation = call.role == Role.ACTIVATIONS or key.what in BETWEEN_STAGES
+        is_activation = _get_size_role(key, call.role) == Role.ACTIVATIONS
         return key.subject == "collective" and (is_activation or is_loss)
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
@@ -510,7 +512,7 @@ class Sizes(_Scaled):
             for key, before, after in group.rows:
                 sizes, role = sizes_of(before, after), role_of(before)
                 if sizes is not None and role == role_of(after):
-                    role = Role.ACTIVATIONS if key.what in BETWEEN_STAGES else role
+                    role = _get_size_role(key, role)
                     axis = key.axis if role == Role.GRADIENTS else ""
                     sizes_by_part[role, axis].append((*sizes, len(group.owners)))
         for (role, axis), pairs in sizes_by_part.items():
@@ -541,11 +543,10 @@ class Sizes(_Scaled):
     def find_cause(self, recordings: Recordings) -> str:
         if self.axis:
             return ""  # the sizes of gradients depend on their parameters and on the mesh
-        activations = replace(self, with_loss=False)
         rows = [
             row
             for row in recordings.old.collectives
-            if any(activations.is_affected(row.key, call) for call in row.calls)
+            if any(_get_size_role(row.key, call.role) == Role.ACTIVATIONS for call in row.calls)
         ]
         kinds, axes = {row.what for row in rows}, {row.axis for row in rows}
         trees = recordings.trees
@@ -557,8 +558,16 @@ class Sizes(_Scaled):
             sizes += ["expert capacity"]
         old, new = map(list_gathers, recordings.sides)
         if not (old == new != set() or (trees and not trees.is_other_shape)):
-            sizes.append("parameter shape" if trees and trees.is_other_shape else "model width")
+            sizes.append("parameter shape" if trees else "model width")
         return f"a different {', '.join(sizes[:-1])} or {sizes[-1]}"
+
+
+def _get_size_role(key: RowKey, role: str) -> str:
+    """Return the role that decides how a call's size changes; stages send each other activations.
+
+    This is a guess only for calls without a proven role.
+    """
+    return Role.ACTIVATIONS if not role and key.what in BETWEEN_STAGES else role
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Final
@@ -26,7 +26,7 @@ from pytest_fsdp_comm.comm.explanation.states import count_calls, is_from_user_c
 from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
 from pytest_fsdp_comm.comm.explanation.units import Gathered
 from pytest_fsdp_comm.comm.explanation.words import name_place
-from pytest_fsdp_comm.comm.profile import CommProfile, RowKey
+from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.text.words import show_count
 
@@ -242,17 +242,18 @@ def _find_fewer_backwards_causes(
 def _find_schedule_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:
     """Detect that pipeline stages run in another order, or have other modules."""
     sends = [*map(_count_sends, recordings.sides)]
+    if not all(sends):
+        return
     old, new = map(_find_ranks_of_units, recordings.sides)
     moved = [owner for owner in old.keys() & new if old[owner] != new[owner]]
-    is_same = recordings.old.recorded_ranks == recordings.new.recorded_ranks
-    if sends[0] and sends[1] and moved and is_same:
+    if moved and recordings.old.recorded_ranks == recordings.new.recorded_ranks:
         yield Cause(text=f"{name_owners(moved)} moved to other pipeline ranks")
     growth = Counter[Phase]()
     for sign, side in ((-1, explanation.before), (1, explanation.after)):
         for row in side:
             growth[row.phase] += sign * row.count * (row.what == "unshard")
     is_only_moved = growth[Phase.FORWARD] * growth[Phase.BACKWARD] < 0
-    if sends[0] and sends[0] == sends[1] and is_only_moved and not explanation.steps:
+    if sends[0] == sends[1] and is_only_moved and not explanation.steps:
         yield Cause(text="another pipeline schedule, which runs micro-batches in a different order")
 
 
@@ -260,19 +261,23 @@ def _count_sends(profile: CommProfile) -> Counter[tuple[int, int]]:
     """Count what stages send to each other, by rank and size."""
     sends = Counter[tuple[int, int]]()
     for row in profile.collectives:
-        for rank in row.ranks or profile.recorded_ranks or range(profile.world_size):
-            for call in row.calls if row.what == "send" else ():
+        for call in row.calls if row.what == "send" else ():
+            for rank in _list_ranks(row, profile):
                 sends[rank, call.nbytes] += call.count
     return sends
 
 
 def _find_ranks_of_units(profile: CommProfile) -> dict[str | None, set[int]]:
-    """Return the ranks that gather each unit, if not all recorded ranks do."""
+    """Return the ranks that gather each unit."""
     ranks = defaultdict[str | None, set[int]](set)
     for row in profile.collectives:
-        if role_of((row,)) == Role.PARAMETERS and row.ranks:
-            ranks[row.owner].update(row.ranks)
+        if role_of((row,)) == Role.PARAMETERS:
+            ranks[row.owner].update(_list_ranks(row, profile))
     return ranks
+
+
+def _list_ranks(row: Row, profile: CommProfile) -> Sequence[int]:
+    return row.ranks or profile.recorded_ranks or range(profile.world_size)
 
 
 def _find_detached_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:
@@ -291,17 +296,14 @@ def _find_detached_causes(explanation: Explanation, recordings: Recordings) -> I
         }
         for side in (explanation.before, explanation.after)
     )
-    text = "pass through a collective of forward"
-    for changed, others, is_lost in ((before, after, True), (after, before, False)):
-        phases = {key.phase for _, key in changed}
-        has_forward = {(owner, key.axis) for owner, key in changed} <= forward
-        if explanation.steps or phases != {Phase.BACKWARD} or others or not has_forward:
-            continue
-        if is_lost:
-            reason = "detach(), or a call without gradients"
-            yield Cause(text=f"gradients no longer {text}: {reason}", is_unwanted=True)
-        else:
-            yield Cause(text=f"gradients now {text}")
+    if explanation.steps or (before and after):
+        return
+    changed = before or after
+    phases = {key.phase for _, key in changed}
+    if phases == {Phase.BACKWARD} and {(owner, key.axis) for owner, key in changed} <= forward:
+        text = f"gradients {'no longer' if before else 'now'} pass through a collective of forward"
+        reason = ": detach(), or a call without gradients" * bool(before)
+        yield Cause(text=f"{text}{reason}", is_unwanted=bool(before))
 
 
 def _find_exposure_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:

@@ -70,6 +70,11 @@ class Evidence:
         names = {owner for owner in owners if owner is not None}
         return bool(names) and names <= self.units
 
+    def rules_out_other_resharding(self, owners: Iterable[Owner]) -> bool:
+        """Whether all modules of `owners` are units with the same policy, and no new roots."""
+        names = {*owners}
+        return self.has_units(names) and names.isdisjoint({*self.policies, *self.new_roots})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recordings:

@@ -269,14 +269,13 @@ class Reduced(_OfGradients):
         if not self._reduces:
             return f"{gradients} {'now' if self.is_added else 'no longer'} sent by {operations}"
         gathers = self._describe_gathers(recordings)
-        if self.is_by_more:
-            how = "now also" if self.is_added else "no longer"
-            old, new = recordings.states
-            if not any(old[at].reductions.keys() & new[at].reductions for at in self.owners):
-                how = how.removesuffix(" also")
-            return f"{gradients} {how} reduced by {operations}{gathers}"
         how = "now" if self.is_added else "no longer"
-        return f"{gradients} {how} reduced ({operations}){gathers}"
+        if not self.is_by_more:
+            return f"{gradients} {how} reduced ({operations}){gathers}"
+        old, new = recordings.states
+        has_kept = any(old[at].reductions.keys() & new[at].reductions for at in self.owners)
+        how += " also" * (self.is_added and has_kept)
+        return f"{gradients} {how} reduced by {operations}{gathers}"
 
     def find_cause(self, recordings: Recordings) -> str:
         if self.is_by_more:

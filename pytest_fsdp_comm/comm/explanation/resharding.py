@@ -102,10 +102,10 @@ class Freed(Replaced):
         if change := _describe_policy_change(self, recordings):
             return change
         trees = recordings.trees
-        known = trees is not None and trees.has_units(self.owners) and trees
-        if known and known.new_roots.union(known.policies).isdisjoint(self.owners):
+        if trees is not None and trees.rules_out_other_resharding(self.owners):
             forward = "forward may run without the unit's hooks"
-            return f"{forward}: no setting changed, as the tree shows" * (not self.is_added)
+            shown = "its resharding is set as before, as the tree shows"
+            return "" if self.is_added else f"{forward}: {shown}"
         guess = f"reshard_after_forward became {value} (FSDP1: {old_name}), or the unit {root}"
         return f"{guess}: {cost}"
 

@@ -373,7 +373,7 @@ class Called(Replaced):
 
     def describe(self, recordings: Recordings) -> str:
         who = name_modules(self.owners)
-        _, new = recordings.states
+        old, new = recordings.states
         counts_of_others = {
             count_forward_gathers(content)
             for owner, content in new.items()
@@ -385,21 +385,16 @@ class Called(Replaced):
         owners: defaultdict[int, list[Owner]] = defaultdict(list)
         for owner in self.owners:
             owners[self.times[owner]].append(owner)
-        if owners.keys() == {self.other_units} == counts_of_others:
-            old, _ = recordings.states
-            counts = {count_forward_gathers(old[owner]) for owner in self.owners}
-            # If ranks differ, the counts may be equal, and only the ranks changed.
-            is_same = counts == {self.other_units}
-            before = "" if is_same else f"{'/'.join(map(str, sorted(counts)))} -> "
-            return (
-                f"{who} gathered {before}{self.other_units} times in forward, like the other units"
-            )
         if len(owners) == 1:
             (count,) = owners
-            old, _ = recordings.states
-            old_counts = {count_forward_gathers(old[owner]) for owner in self.owners} - {count}
+            old_counts = {count_forward_gathers(old[owner]) for owner in self.owners}
+            # If ranks differ, the counts may be equal, and only the ranks changed.
+            is_same = old_counts == {count}
             often = f"{'/'.join(map(str, sorted(old_counts)))} -> {count} times"
-            often = often if old_counts else name_times(count)
+            if {count} == {self.other_units} == counts_of_others:
+                often = f"{count} times" if is_same else often
+                return f"{who} gathered {often} in forward, like the other units"
+            often = name_times(count) if is_same else often
             return f"{who} gathered {often} in forward{others}"
         units = [
             f"{name_modules(group)} {name_times(count)}" for count, group in sorted(owners.items())

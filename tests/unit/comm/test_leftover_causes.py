@@ -310,6 +310,7 @@ def placed(ranks, *owners):
     return [*(replace(one, ranks=ranks) for one in rows), sent]
 
 
+PAIR = ("send", "recv")
 MOVED = "layers.1 moved to other pipeline ranks"
 
 
@@ -321,10 +322,14 @@ def test_units_on_other_ranks_are_a_cause():
     assert MOVED not in likely([one for one in old if one.axis == "dp"], new)
     assert MOVED not in likely(old, [*placed((0,), "layers.0"), *placed((8,), "layers.2")[:-1]])
     assert MOVED not in likely(old, [*placed((0,), "layers.0"), *placed((0, 8), "layers.2")[:-1]])
+    # All ranks gather it, in backward with more calls on one of them.
+    more = row(BACKWARD, "layers.1", "all_gather", 1_024, "parameters")
+    before, after = ([*placed((), "layers.1"), replace(more, ranks=(rank,))] for rank in (0, 1))
+    assert MOVED not in likely(before, after)
 
 
 def test_larger_tensors_between_stages_are_activations():
-    def stages(size, kinds=("send", "recv")):
+    def stages(size, kinds=PAIR):
         return [BUCKET, *(row(OUTSIDE, None, kind, size, axis="world") for kind in kinds)]
 
     assert told(stages(256), stages(512))[:2] == [
@@ -333,6 +338,12 @@ def test_larger_tensors_between_stages_are_activations():
     ]
     others = ("all_gather", "all_reduce")
     assert "activations" not in told(stages(256, others), stages(512, others))[0]
+    # Storage proves what these send.
+    old, new = (
+        [BUCKET, *(row(OUTSIDE, None, kind, size, "gradients", axis="world") for kind in PAIR)]
+        for size in (256, 512)
+    )
+    assert not any("activations" in line for line in told(old, new))
 
 
 def test_forward_comes_before_the_backward_that_follows_from_it():
@@ -382,3 +393,20 @@ def larger(base):
         return replace(one, calls=calls) if is_of_layer else one
 
     return changed(base, grow)
+
+
+def test_all_other_ranks_are_not_named_as_one_rank():
+    def sent(*ranks):
+        rows = (row(OUTSIDE, None, "all_gather", 64) for _ in ranks)
+        return [replace(one, ranks=on) for one, on in zip(rows, ranks, strict=True)]
+
+    base = [row(BACKWARD, "", "all_reduce", 4_096, "gradients")]
+    (line,) = [text for text in told(base, [*base, *sent((), (3,))]) if "all_gather" in text][:1]
+    assert "all ranks" in line
+
+
+def test_new_sizes_of_parameters_leave_the_mesh_first():
+    old, new = profile(2), larger(profile(2))
+    moved = replace(new, mesh_axes=(replace(DP, dims=((4, 1),)), *new.mesh_axes[1:]))
+    first, *_ = render_comparison(compare(old, moved), snapshot="s").changes
+    assert (first.text.partition(":")[0], first.is_effect) == ("mesh", False)
