@@ -84,7 +84,7 @@ class CommMode(CommDebugAnswers):
         self._gather = gather
         self._ranks = ranks
         self._show = show
-        self._models: tuple[weakref.ref[nn.Module], ...] = ()
+        self._models: Sequence[nn.Module] = ()  # only until the next block is entered
         self._running: tuple[Recorder, AbstractContextManager[object]] | None = None
         self._block: RecordedBlock | None = None
         self._estimated: optim.Optimizer | bool = False
@@ -119,10 +119,9 @@ class CommMode(CommDebugAnswers):
             RecordingError: `model` is not a module, two parts have a parameter of the same name,
                 or one part contains another.
         """
-        parts = read_model_parts(
+        self._models = read_model_parts(
             model, given_to="comm_mode", otherwise=", or use `with comm_mode:`"
         )
-        self._models = tuple(map(weakref.ref, parts))
         if trace_operations is not None:
             self._traces = trace_operations
         self._estimated = estimate
@@ -134,20 +133,14 @@ class CommMode(CommDebugAnswers):
         Without a process group, every count is 0, and a comparison with a snapshot fails.
 
         Raises:
-            RecordingError: A block is already being recorded, or the model no longer exists.
+            RecordingError: A block is already being recorded.
         """
         if self._running is not None:
             raise RecordingError(
                 "comm_mode is already recording and cannot be nested. To examine a part, use two "
                 "consecutive blocks, or .events of the outer one"
             )
-        references, self._models = self._models, ()
-        models = [model for model in (reference() for reference in references) if model is not None]
-        if len(models) < len(references):
-            raise RecordingError(
-                "the model passed to comm_mode(model) no longer exists; keep a reference to it "
-                "until the block is entered"
-            )
+        models, self._models = self._models, ()
         traces, self._traces = self._traces, self._traces_by_default
         estimated, self._estimated, self._estimate = self._estimated, False, None
         with contextlib.ExitStack() as block:

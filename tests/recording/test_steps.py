@@ -175,3 +175,11 @@ def test_parts_keep_names_models_get_numbers(comm_mode, device_mesh):
 
     assert trained("a", "b") == {"a", "b"}
     assert trained("a", "a") == {"0.a", "1.a"}
+
+
+def test_models_in_a_new_dict_are_named_by_it(comm_mode, device_mesh):
+    """Nobody else refers to the dictionary, as in the example of recording.md."""
+    actor, critic = (fully_shard(nn.Linear(1, 1), mesh=device_mesh()) for _ in range(2))
+    with comm_mode(nn.ModuleDict({"actor": actor, "critic": critic})):
+        critic(actor(torch.ones(1, 1))).sum().backward()
+    assert {event.owner for event in comm_mode.events} == {"actor", "critic"}

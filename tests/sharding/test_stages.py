@@ -180,8 +180,8 @@ def test_fsdp1_stages_are_parts_too():
         (
             [nn.Linear(1, 1), nn.Linear(1, 1)],
             "fsdp_tree([...]) expects parts of one model without common parameter names, but two "
-            "of them have a parameter named bias; pass torch.nn.ModuleList([...]) instead, which "
-            "prefixes the names with 0, 1 and so on",
+            "of them have a parameter named bias; pass several models as fsdp_tree(torch.nn."
+            'ModuleDict({"actor": actor, "critic": critic})), which prefixes their names',
         ),
     ],
 )

@@ -120,8 +120,9 @@ def read_model_parts(model: object, *, given_to: str, otherwise: str = "") -> li
     if common is not None:
         raise RecordingError(
             f"{given_to}([...]) expects parts of one model without common parameter names, but two "
-            f"of them have a parameter named {escape(common)}; pass torch.nn.ModuleList([...]) "
-            "instead, which prefixes the names with 0, 1 and so on"
+            f"of them have a parameter named {escape(common)}; pass several models as "
+            f'{given_to}(torch.nn.ModuleDict({{"actor": actor, "critic": critic}})), which prefixes '
+            "their names"
         )
     return parts
 
