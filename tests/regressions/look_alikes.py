@@ -399,6 +399,9 @@ CHANGES = {
     "two_inputs_with_units_kept": lambda c: of(
         units(Decoder(), reshard_after_forward=False), inputs, number=1 + c
     ),
+    "two_inputs_with_units_kept_after_forward": lambda c: of(
+        units(Decoder(), reshard_after_forward=not c), inputs, number=2
+    ),
     "two_inputs_with_a_root_that_is_freed": lambda c: of(
         units(Decoder(), root=True), inputs, number=1 + c
     ),

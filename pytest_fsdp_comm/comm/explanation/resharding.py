@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pytest_fsdp_comm.comm.events import Phase
@@ -11,8 +11,8 @@ from pytest_fsdp_comm.comm.explanation.gradients import explain_changed_reductio
 from pytest_fsdp_comm.comm.explanation.states import (
     Between,
     Content,
-    Rows,
-    count_calls,
+    count_calls_of_all_keys,
+    count_forward_gathers,
     get_sole,
     is_gather,
     is_part,
@@ -60,22 +60,35 @@ class Freed(Replaced):
     def propose(cls, between: Between) -> Iterator[Step]:
         def choose(less: Content, more: Content) -> list[RowKey]:
             is_changed = (
-                more.gathers[Phase.BACKWARD]
-                and not less.gathers[Phase.BACKWARD]
-                and more.is_resharded
+                more.is_resharded
                 and not less.is_resharded
                 and _is_part_of_forward_gathers(less, more)
+                and count_calls_of_all_keys(more.gathers[Phase.BACKWARD])
+                > count_calls_of_all_keys(less.gathers[Phase.BACKWARD])
             )
             return _list_unit_keys_but_reductions(less, more) if is_changed else []
 
+        old, new = between.origin, between.target
         for is_added in (False, True):
-            keys = between.select(choose, is_added=is_added)
+            # A unit that forward uses twice is still gathered between its two backwards. Fewer
+            # gathers could also be fewer micro-batches, but then there are fewer reductions, too.
+            less, _ = between.sides(is_added=is_added)
+            keys = {
+                owner: unit_keys
+                for owner, unit_keys in between.select(choose, is_added=is_added).items()
+                if not less[owner].gathers[Phase.BACKWARD]
+                or old[owner].reductions == new[owner].reductions
+            }
             yield from cls.propose_copied_rows(between, keys, is_added=is_added)
 
     def describe(self, recordings: Recordings) -> str:
-        how = "now resharded after forward and gathered again in backward"
+        less = recordings.states[0 if self.is_added else 1]
+        is_gathered = any(less[owner].gathers[Phase.BACKWARD] for owner in self.owners)
+        again = "more often" if is_gathered else "again"
+        how = f"now resharded after forward and gathered {again} in backward"
         if not self.is_added:
-            how = "no longer resharded after forward, so not gathered again in backward"
+            again = "gathered less often" if is_gathered else "not gathered again"
+            how = f"no longer resharded after forward, so {again} in backward"
         calls = describe_calls(
             self,
             recordings,
@@ -90,12 +103,13 @@ class Freed(Replaced):
         if self.is_added:
             value, old_name, cost = ("True", "FULL_SHARD", "more traffic, less memory")
             root = "is no longer a root"
-        less = -1 if self.is_added else 1
+        less, more = recordings.states if self.is_added else reversed(recordings.states)
         if any(
-            less * (_count_forward_gathers(old) - _count_forward_gathers(new)) > 0
-            for old, new in zip(self.old_rows.values(), self.rows.values(), strict=True)
+            count_forward_gathers(more[owner]) > count_forward_gathers(less[owner])
+            and (Phase.BACKWARD, "reshard") not in {(k.phase, k.what) for k in less[owner].rows}
+            for owner in self.owners
         ):
-            # Also gathered less often in forward: backward does not reshard the unit either.
+            # Backward does not reshard the unit either, so later forwards need not gather it.
             is_kept = "no longer " * self.is_added
             call = f"set_reshard_after_backward(False) is {is_kept or 'now '}called"
             return f"the units are {is_kept}kept from one micro-batch to the next: {call}"
@@ -108,13 +122,6 @@ class Freed(Replaced):
             return "" if self.is_added else f"{forward}: {shown}"
         guess = f"reshard_after_forward became {value} (FSDP1: {old_name}), or the unit {root}"
         return f"{guess}: {cost}"
-
-
-def _count_forward_gathers(side: Mapping[RowKey, Rows]) -> int:
-    """Return how often forward gathers a unit."""
-    return sum(
-        count_calls(rows) for key, rows in side.items() if key.axis and key.phase is Phase.FORWARD
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

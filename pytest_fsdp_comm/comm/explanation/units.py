@@ -393,7 +393,7 @@ class Called(Replaced):
             often = f"{'/'.join(map(str, sorted(old_counts)))} -> {count} times"
             if {count} == {self.other_units} == counts_of_others:
                 often = f"{count} times" if is_same else often
-                return f"{who} gathered {often} in forward, like the other units"
+                return f"{who} gathered {often} in forward, now as often as the others"
             often = name_times(count) if is_same else often
             return f"{who} gathered {often} in forward{others}"
         units = [

@@ -121,8 +121,8 @@ def read_model_parts(model: object, *, given_to: str, otherwise: str = "") -> li
         raise RecordingError(
             f"{given_to}([...]) expects parts of one model without common parameter names, but two "
             f"of them have a parameter named {escape(common)}; pass several models as "
-            f'{given_to}(torch.nn.ModuleDict({{"actor": actor, "critic": critic}})), which prefixes '
-            "their names"
+            f'{given_to}(torch.nn.ModuleDict({{"actor": actor, "critic": critic}})), which '
+            "prefixes their names"
         )
     return parts
 

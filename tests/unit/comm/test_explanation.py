@@ -252,7 +252,7 @@ LOSS = row(Phase.OUTSIDE, None, "all_reduce", 64, axis="tp")
                 *unit("b"),
             ],
             [*unit("a"), *unit("b")],
-            "a gathered 2 -> 1 times in forward, like the other units",
+            "a gathered 2 -> 1 times in forward, now as often as the others",
         ),
         (
             recomputed_unit(RECOMPUTE),
