@@ -383,6 +383,12 @@ def half(reduced):
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
 
 
+def sharded_head(policy):
+    model = Decoder()
+    fully_shard(model.head, mesh=mesh(), mp_policy=policy)
+    return model
+
+
 def freshly_accumulated(model):
     reshard_all(model)
     accumulate(model, 2)
@@ -395,6 +401,9 @@ def steps_and_evaluation(model, *, steps):
 
 
 CHANGES = {
+    "head_reduces_in_bfloat16": lambda c: of(
+        units(sharded_head(half(None if c else torch.float32)), mp_policy=half(torch.float32))
+    ),
     "two_inputs_in_one_loss": lambda c: of(units(Decoder()), inputs, number=1 + c),
     "two_inputs_with_units_kept": lambda c: of(
         units(Decoder(), reshard_after_forward=False), inputs, number=1 + c

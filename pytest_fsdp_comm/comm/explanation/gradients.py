@@ -87,9 +87,9 @@ def _classify_reduction_change(before: Rows, after: Rows) -> tuple[_Kind, Fracti
     ratio = Fraction(count_calls(after), count_calls(before))
     if _list_multiplied_counts(before, ratio) == _list_multiplied_counts(after, Fraction(1)):
         return "times", ratio
-    if ratio != 1 or nbytes_of(before) == nbytes_of(after):
-        return None
-    return "part", Fraction(nbytes_of(after) > nbytes_of(before))
+    # Sizes can also change with the dtype alone, so compare elements.
+    old, new = (count_elements(calls_of(rows)) for rows in (before, after))
+    return ("part", Fraction(new > old)) if ratio == 1 and old != new else None
 
 
 def _list_multiplied_counts(rows: Rows, factor: Fraction) -> list[tuple[object, Calls, Fraction]]:
@@ -145,7 +145,7 @@ class ReducedTimes(_OfGradients):
                 keys,
                 times=times,
                 is_sharded=is_sharded,
-                has_others=is_sharded and bool(other_units),
+                has_others=bool(other_units),
                 is_alone=is_sharded and is_alone,
             )
 
