@@ -112,6 +112,24 @@ def test_change_that_breaks_training_comes_first(parameter, unit, line):
 
 
 @pytest.mark.parametrize(
+    ("was_trained", "lines"),
+    [
+        (False, ["frozen, and no longer managed by a unit"]),
+        (True, ["trainable -> frozen", "no longer managed by a unit"]),
+    ],
+)
+def test_parameter_that_leaves_its_unit_was_frozen(was_trained, lines):
+    both = tree(0)
+    facts = replace(both.parameters["layers.0.weight"], trainable=was_trained)
+    old, new = (
+        replace(both, parameters={"layers.0.weight": side})
+        for side in (facts, replace(facts, trainable=False, managed=False))
+    )
+    expected = [f"layers.0.weight: {line}" for line in lines]
+    assert sorted(str(change) for change in compare(profile(old), profile(new))) == sorted(expected)
+
+
+@pytest.mark.parametrize(
     ("before", "after", "has_units", "line"),
     [
         (None, {"managed": False}, True, "added, trained, but no unit manages it or reduces its "),
