@@ -559,7 +559,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         num_experts, k = scores.shape[-1] if scores.dim() else 0, named.get("k", 1)
         shares = self._shares or (1.0,) * num_experts
         is_last = named.get("dim", -1 if "k" in named else None) in {-1, scores.dim() - 1}
-        fits = len(shares) == num_experts and 0 < indices.numel() <= memory.MAX_NUMEL
+        fits = 0 < num_experts == len(shares) and 0 < indices.numel() <= memory.MAX_NUMEL
         if not (is_last and fits and scores.is_floating_point()):
             return
         most = max(shares) / sum(shares)

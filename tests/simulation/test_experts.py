@@ -130,6 +130,11 @@ def test_shares_that_are_declared_decide_what_is_sent(comm_mode, device_mesh, di
         torch.rand(TOKENS, EXPERTS + 1).topk(2).indices.sum().item()
 
 
+@simulated(simulation_splits="even")
+def test_largest_of_a_scalar_is_no_choice_of_experts():
+    assert torch.rand(()).max(dim=-1).values.shape == ()
+
+
 @simulated(simulation_splits=[6, 1, 1, 0, 0, 0, 0, 0])
 def test_a_share_that_no_choice_can_have_is_refused():
     CHOICES["argmax"](torch.rand(TOKENS, EXPERTS))  # a single choice can have any share
