@@ -92,6 +92,13 @@ def test_eight_lines_end_with_the_command():
     )
 
 
+def test_first_change_is_kept_beside_many_missing_snapshots():
+    values = {"comm": comm(1), **{name: missing(name) for name in "abcdefgh"}}
+    lines = lines_of(values)
+    assert any("layers.0: changed" in line for line in lines)
+    assert lines[-1] == COMMAND
+
+
 def test_cause_of_first_change_is_kept():
     """The first `likely:` line may be about a change that is not printed."""
     changes = tuple(
