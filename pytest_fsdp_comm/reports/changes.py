@@ -44,6 +44,10 @@ def render_comparison(
     repeated = "memory" if any("peak gathered" in line for line in cost) else ""
     rows = [change for change in comparison.remaining if change.subject != repeated]
     main, rest = _sort_changes(comparison, sorted(rows, key=weight))
+    if repeated and not main:
+        more = "more" if comparison.cost.peak_after > comparison.cost.peak_before else "fewer"
+        text = f"all calls unchanged, but {more} parameters are gathered at the same time"
+        main = [Statement(severity="change", text=text)]
     causes = [_describe_cause(cause, comparison) for cause in comparison.causes]
     if len(main) == 1 and not rest:
         main = [replace(main[0], causes=tuple(cause.text for cause in causes))]

@@ -328,7 +328,9 @@ def failure_lines(failure: Failure, *, everything: bool = False) -> tuple[str, .
     least = min(len(kept), 1 + bool(failure.select("likely")))
     lines: list[str] = []
     # Print only as many rows as fit, because pytest would cut off the command, which comes last.
-    for num_kept in range(len(kept), least - 1, -1):
+    numbers = range(len(kept), least - 1, -1)
+    # Shorten the first line only if it would not fit even without most of the others.
+    for cuts_first, num_kept in ((cuts, number) for cuts in (False, True) for number in numbers):
         hidden = [rows[index].severity for index in kept[num_kept:]]
         # Do not hide a single row, because "... and 1 more" would take up a line itself.
         if len(hidden) == 1 and num_kept > least:
@@ -339,7 +341,7 @@ def failure_lines(failure: Failure, *, everything: bool = False) -> tuple[str, .
             continue
         room = MOST_CHARACTERS - sum(map(len, (*head, *more, *tail)))
         shown = [rows[index] for index in sorted(kept[:num_kept])]
-        lines = [*head, *_fit_rows(shown, room), *more, *tail]
+        lines = [*head, *_fit_rows(shown, room, cuts_first=cuts_first), *more, *tail]
         if sum(map(len, lines)) <= MOST_CHARACTERS:
             break
     return tuple(lines)
@@ -371,12 +373,13 @@ def _sort_by_importance(failure: Failure) -> list[int]:
     return sorted(range(len(rows)), key=importance)
 
 
-def _fit_rows(rows: Sequence[Statement], room: int) -> list[str]:
+def _fit_rows(rows: Sequence[Statement], room: int, *, cuts_first: bool) -> list[str]:
     """Shorten the longest lines until all fit into `room`, unless they would become too short."""
     complete = [row.line() for row in rows]
     for most in range(max(map(len, complete), default=0), _SHORTEST_LINE - 1, -1):
         # Causes, and lines about training, are never shortened.
         lines = [row.line(None if row.severity in {*_SERIOUS, "likely"} else most) for row in rows]
+        lines = lines if cuts_first else [*complete[:1], *lines[1:]]
         if sum(map(len, lines)) <= room:
             return lines
     return complete

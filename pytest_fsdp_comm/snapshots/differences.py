@@ -119,6 +119,9 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
             thawed.add(unit)
     return Evidence(
         units=units,
+        emptied=frozenset(
+            unit for unit in units if before[unit].has_parameters and not after[unit].has_parameters
+        ),
         frozen=frozenset(frozen),
         partly_frozen=frozenset(partly_frozen),
         thawed=frozenset(thawed),

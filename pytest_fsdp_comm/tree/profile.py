@@ -29,6 +29,11 @@ class UnitFacts:
     backward_prefetch: tuple[str, ...] = ()
     prefetch: tuple[str, ...] = ()
 
+    @property
+    def has_parameters(self) -> bool:
+        """Whether the unit manages parameters; only then, it has axes."""
+        return bool(self.shard_axis or self.replicate_axis)
+
 
 def policy_change(old: UnitFacts, new: UnitFacts) -> str:
     """Describe how a unit's resharding after forward changed; empty if it did not."""

@@ -58,6 +58,7 @@ FSDP1 in all versions, use ``param_dtype`` in both cases. Observed with torch 2.
 _ROLES: Final = tuple(Role)
 _ONE: Final = Fraction(1)
 _PASSES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
+_OF_DDP: Final = frozenset({Role.GRADIENTS, Role.BUFFERS, Role.UNUSED_PARAMETERS})
 _MAX_KINDS: Final = 2
 _MOST_TERMS: Final = 64
 """Largest product of a factor's numerator and denominator. 3/2 is a plausible change, while 129/65
@@ -299,8 +300,11 @@ class Counts(GlobalStep):
             roles = {call.role for row in rows for call in row.calls}
             if Role.GRADIENTS in roles:
                 # Without other calls, nothing shows how many steps ran.
-                again = f", or each gradient is reduced {name_times(self.factor.numerator)}"
-                again *= roles == {Role.GRADIENTS}
+                again = ""
+                if roles == {Role.GRADIENTS}:
+                    again = f", or each gradient is reduced {name_times(self.factor.numerator)}"
+                elif roles <= _OF_DDP and {row.phase for row in rows} <= _PASSES:
+                    again = ", or DDP's no_sync() no longer covers forward and backward"
                 return f"{often} steps, or {often} micro-batches that each reduce gradients{again}"
             is_forward = {row.phase for row in rows} <= {Phase.FORWARD}
             units = "forwards" if is_forward else "steps, micro-batches or inputs of one loss"

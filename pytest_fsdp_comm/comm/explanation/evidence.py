@@ -32,6 +32,8 @@ class Evidence:
 
     units: frozenset[str]
     """Units that exist in both trees."""
+    emptied: frozenset[str] = frozenset()
+    """Units that have no parameters any more."""
     frozen: frozenset[str] = frozenset()
     """Units in which parameters were newly frozen, and none are trainable now."""
     partly_frozen: frozenset[str] = frozenset()

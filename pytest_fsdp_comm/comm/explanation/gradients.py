@@ -335,7 +335,7 @@ class ReducedPart(_OfGradients):
         if not self.is_of_unit:
             return ""
         trees = recordings.trees
-        lost = "some parameters {}got no gradient, e.g. because of detach() or no_grad()"
+        lost = "some parameters {}got no gradient: not used, or behind detach() or no_grad()"
         if trees is None or not trees.has_units(self.owners):
             return "" if self.is_added else lost.format("are frozen, or ")
         owners = {*self.owners} - {None}
@@ -343,7 +343,7 @@ class ReducedPart(_OfGradients):
             return f"some parameters are {_FROZEN}"
         if self.is_added or trees.is_other_shape or owners & (trees.frozen | trees.partly_frozen):
             return _THAWED if owners <= trees.thawed else ""
-        return f"{lost.format('')}: nothing was frozen, as the tree shows"
+        return f"{lost.format('')}; nothing was frozen, as the tree shows"
 
 
 @dataclass(frozen=True, kw_only=True)

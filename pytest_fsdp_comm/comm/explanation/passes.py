@@ -313,7 +313,7 @@ class PhaseUsed(Replaced):
 
     def find_cause(self, recordings: Recordings) -> str:
         if not self.has_norms:
-            return ""
+            return self._explain_single_number()
         if self.is_added:
             return (
                 "norms of gradients or weights are now computed, e.g. by clip_grad_norm_, by "
@@ -331,6 +331,23 @@ class PhaseUsed(Replaced):
         ):
             return f"{text}, or not in the way clip_grad_norm_ computes them"
         return f"{text}: is clip_grad_norm_ still called in each step?"
+
+    def _explain_single_number(self) -> str:
+        # DTensors would be redistributed.
+        sizes = {
+            (row.subject, row.what, call.nbytes)
+            for side in (self.rows, self.old_rows)
+            for rows_by_key in side.values()
+            for rows in rows_by_key.values()
+            for row in rows
+            for call in row.calls
+        }
+        if self.phases != (Phase.OPTIMIZER,) or sizes != {("collective", "all_reduce", 4)}:
+            return ""
+        how = "now" if self.is_added else "no longer"
+        return (
+            f"a number is {how} reduced: the norm of FSDP1's clip_grad_norm_, or a scaler's check"
+        )
 
 
 def _find_keys_of_phases(

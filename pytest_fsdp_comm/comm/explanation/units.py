@@ -482,9 +482,12 @@ class Gathered(Replaced):
         return is_unit and not self.is_added
 
     def find_cause(self, recordings: Recordings) -> str:
-        if self.is_reduced and self._is_still_unit(recordings):
-            return "not called in this step: they are still units, as the tree shows"
-        return ""
+        trees = recordings.trees
+        if not (self.is_reduced and trees and self._is_still_unit(recordings)):
+            return ""
+        if not trees.emptied.isdisjoint(self.owners):
+            return ""
+        return "not called in this step: they are still units, as the tree shows"
 
     @property
     def is_regression(self) -> bool:
@@ -494,13 +497,12 @@ class Gathered(Replaced):
         who, others = name_modules(self.owners), self._describe_others(recordings)
         if self._can_still_be_unsharded(recordings):
             return f"{who} no longer gathered in this step: not run, or gathered before it"
+        gathers = f", gathers of {others}" if others else ""
         if not self.is_added:
             reduced = " or reduced" if self.is_reduced else ""
-            gathers = f", gathers of {others}" if others else ""
             return f"{who} no longer gathered{reduced}{gathers}"
         if self.owners == (None,):
             who = "units outside the recorded model"
-        gathers = f", {others}" if others else ""
         return add_calls(
             f"{who} now gathered{' and reduced' * self.is_reduced}{gathers}",
             describe_calls(self, recordings, is_of_parameters if self.is_reduced else is_gather),

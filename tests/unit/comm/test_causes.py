@@ -105,8 +105,8 @@ def texts(change, new_tree):
         (
             part_reduced,
             tree(),
-            "some parameters got no gradient, e.g. because of detach() or no_grad(): nothing was "
-            "frozen, as the tree shows",
+            "some parameters got no gradient: not used, or behind detach() or no_grad(); nothing "
+            "was frozen, as the tree shows",
         ),
         (
             kept,

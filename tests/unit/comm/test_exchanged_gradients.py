@@ -124,6 +124,8 @@ def test_unit_that_is_not_called_breaks_nothing():
     assert comparison.training == ()
     (cause,) = comparison.causes
     assert cause.text == "not called in this step: they are still units, as the tree shows"
+    # A unit without parameters may be called.
+    assert not compare(old, new, replace(seen, emptied=frozenset({"layers.1"}))).causes
     # If the tree shows that it is trained, but is no unit any more, its gradients are lost.
     assert compare(old, new, replace(seen, units=units - {"layers.1"})).training
 

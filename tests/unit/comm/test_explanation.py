@@ -184,7 +184,7 @@ def test_unit_with_the_name_of_the_root_is_not_moved():
 def test_added_unit_needs_bytes_no_unit_lost():
     old, new = profile(), profile(extra=[unit("head", 512)])
     assert describe_steps(old, new) == [
-        "head now gathered and reduced, other units unchanged: 3 calls, 1.5 KiB in total"
+        "head now gathered and reduced, gathers of other units unchanged: 3 calls, 1.5 KiB in total"
     ]
     # The same beside a unit that shrank by other bytes: two changes, neither of which is told so.
     shrunk = changed(new, lambda one: sized(one, Fraction(1, 2)) if one.owner == "" else one)

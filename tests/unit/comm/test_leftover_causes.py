@@ -19,7 +19,7 @@ from sample_profiles import (
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.profile import replace_fields
+from pytest_fsdp_comm.comm.profile import GatheredPeak, replace_fields
 from pytest_fsdp_comm.reports.changes import render_comparison
 
 OUTSIDE = Phase.OUTSIDE
@@ -410,3 +410,54 @@ def test_new_sizes_of_parameters_leave_the_mesh_first():
     moved = replace(new, mesh_axes=(replace(DP, dims=((4, 1),)), *new.mesh_axes[1:]))
     first, *_ = render_comparison(compare(old, moved), snapshot="s").changes
     assert (first.text.partition(":")[0], first.is_effect) == ("mesh", False)
+
+
+NUMBER = row(Phase.OPTIMIZER, None, "all_reduce", 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_named"),
+    [
+        ([NUMBER], True),
+        # Another size, kind or phase is something else.
+        ([row(Phase.OPTIMIZER, None, "all_reduce", 8)], False),
+        ([NUMBER, row(Phase.OPTIMIZER, None, "all_gather", 4)], False),
+        ([row(OUTSIDE, None, "all_reduce", 4)], False),
+    ],
+)
+def test_lost_number_of_the_optimizer_may_be_a_norm(rows, is_named):
+    base = [*unit("a"), *unit("b")]
+    text = "a number is {} reduced: the norm of FSDP1's clip_grad_norm_, or a scaler's check"
+    assert (text.format("no longer") in likely([*base, *rows], base)) == is_named
+    assert (text.format("now") in likely(base, [*base, *rows])) == is_named
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_named"),
+    [
+        ([BUCKET, BUFFERS], True),
+        # With gathers, activations or a loss, the other calls show how many forwards ran.
+        (unit("a"), False),
+        ([BUCKET, row(FORWARD, "a", "all_reduce", 64, "activations", axis="tp")], False),
+        ([BUCKET, row(OUTSIDE, None, "all_reduce", 4)], False),
+    ],
+)
+def test_doubled_calls_of_ddp_may_be_a_lost_no_sync(rows, is_named):
+    (cause,) = likely(rows, [times(entry, 2) for entry in rows])
+    assert cause.startswith("2 times as many steps")
+    assert ("no_sync() no longer covers forward and backward" in cause) == is_named
+
+
+@pytest.mark.parametrize(("nbytes", "how"), [(300, "more"), (100, "fewer")])
+def test_other_peak_of_the_same_calls_is_named(nbytes, how):
+    def first_change(new_rows):
+        old, new = (
+            replace(made(rows), peaks=(GatheredPeak(nbytes=size),))
+            for rows, size in ((unit("a"), 200), (new_rows, nbytes))
+        )
+        return render_comparison(compare(old, new), snapshot="s").changes[0].text
+
+    text = f"all calls unchanged, but {how} parameters are gathered at the same time"
+    assert first_change(unit("a")) == text
+    # If calls changed too, they explain it.
+    assert first_change([*unit("a"), *unit("b")]) != text

@@ -247,7 +247,7 @@ def gathers_of_backward_are_gone(match, facts):
     assert not [key for key in new if key[0] in who and key[2] is BACKWARD]
 
 
-@check_of(r"(.+) now gathered(?: and reduced)?, other units unchanged( in forward)?:")
+@check_of(r"(.+) now gathered(?: and reduced)?, gathers of other units unchanged( in forward)?:")
 def other_units_are_unchanged(match, facts):
     who = names_in(match[1])
     assert facts.is_unchanged(

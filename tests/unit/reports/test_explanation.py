@@ -144,7 +144,9 @@ def test_two_values_share_a_head_and_take_turns():
         # All fit: one more line is shortened, as "1 more" would take a line, too.
         ([], [100, 90], [99], "99 100 90"),
         ([110], [115, 100], [120], "110 120 115 100"),
-        ([], [115, 100], [180, 140], "180 140 115 100"),
+        # The first line is cut last.
+        ([], [115, 100], [180, 140], "180 140 2"),
+        ([], [115, 100], [150, 140], "150 140 115 100"),
         # Whole lines say more than the beginnings of many.
         ([], [115, 100], [140, 130, 120, 110], "140 130 120 115 2"),
         # Lines about training are never shortened; hidden costs are counted.
