@@ -231,7 +231,7 @@ def _explain_pair(pair: Pair, evidence: Evidence | None) -> tuple[Failure | None
     failure = explain_profiles((pair.old.profile, pair.new.profile), where=name, evidence=evidence)
     scope = f" ({failure.scope})" if failure.scope else ""
     # Files can differ even if all compared facts are equal, for example if one has fewer ranks.
-    nothing = (Statement(severity="rest", text="nothing that is compared"),)
+    nothing = (Statement(severity="rest", text="no compared fact differs"),)
     statements = failure.rows or nothing
     is_change = bool(failure.changes) or pair.is_rename
     return replace(failure, head=f"{head}:{scope}", statements=statements), is_change

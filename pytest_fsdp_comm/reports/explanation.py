@@ -35,6 +35,8 @@ _MARKS: Final[dict[Severity, str]] = {
     "fix": "fix: ",
 }
 _UNNAMED: Final = frozenset[Severity]({"likely", "note", "fix"})
+MOVE_COMMAND: Final = re.compile(r"(?:mkdir -p \S.* && )?mv -n .+")
+"""Matches the command that `snapshots.neighbours.describe_neighbour` suggests."""
 _SHOWN_BY_TREE: Final = "as the tree shows"
 _SERIOUS: Final = frozenset[Severity]({"ranks diverge", "breaks training"})
 
@@ -98,7 +100,10 @@ class Statement:
     def line(self, most: int | None = None) -> str:
         """Return the statement as it is printed, shortened if it is longer than `most`."""
         if self.severity == "error":
-            return self.text if most is None else shorten(self.text, most)
+            if most is None or len(self.text) <= most:
+                return self.text
+            # A part of a command would move the file to another place.
+            return shorten(MOVE_COMMAND.sub("the command is at the end", self.text), most)
         place = f", {self.place}" if self.place else ""
         text = self.marked_text
         room = len(text) if most is None else most - len(place) - 2

@@ -14,6 +14,7 @@ import pytest
 
 from pytest_fsdp_comm.marker import may_record, snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OPTIONS
+from pytest_fsdp_comm.reports.explanation import MOVE_COMMAND
 from pytest_fsdp_comm.snapshots.failed_comparison import failure_of, print_shared_changes
 from pytest_fsdp_comm.snapshots.names import (
     directory_to_module,
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 # syrupy, which would delete unused ones (`discover_snapshots` returns none).
 
 _HEADER: Final = "# pytest-fsdp-comm "
-# Matches the command that `describe_neighbour` suggests.
-_MOVE: Final = re.compile(r"(?:mkdir -p \S.* && )?mv -n .+")
 # The first comparison imports this module. Do not import it earlier, because the import takes
 # longer than a short session.
 _EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
@@ -240,7 +239,7 @@ class UnusedSnapshots:
                 *(entry.text for entry in failure.select("error")),
             )
         ]
-        moves = dict.fromkeys(match[0] for text in errors if (match := _MOVE.search(text)))
+        moves = dict.fromkeys(match[0] for text in errors if (match := MOVE_COMMAND.search(text)))
         if moves:
             terminalreporter.write_sep("-", "communication snapshots of renamed tests")
             terminalreporter.write_line("To move them:")

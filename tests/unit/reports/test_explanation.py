@@ -386,3 +386,13 @@ def test_names_start_no_commands_in_a_failure(name):
     for line in (*lines, write_headline(failure), *(entry.summary for entry in statements)):
         assert line.isprintable()
         assert not re.search(r"^\s*::|##\w*\[", line)
+
+
+def test_command_that_moves_a_snapshot_is_never_cut():
+    move = f"mkdir -p {'a' * 100} && mv -n {'b' * 200} {'c' * 200}"
+    lost = Failure.from_error(f"there is no snapshot yet\nidentical: {move}", NO_SNAPSHOT)
+    values = {"a": lost, "b": lost}
+    lines = lines_of(values)
+    assert not any("mv -n" in line and not line.endswith(move) for line in lines)
+    assert any(line.endswith("identical: the command is at the end") for line in lines)
+    assert any(line.endswith(move) for line in lines_of(values, everything=True))
