@@ -226,6 +226,13 @@ def expect_units(model: nn.Module | Sequence[nn.Module], policy: object) -> Wrap
     tree = capture_tree(model)
     roots = {index for index, node in enumerate(visit.nodes) if node.parent is None}
     chosen = _choose_modules(visit, tree.parameters, model, policy) - roots
+    # Several models may be passed in a ModuleDict. Each of them may be a unit, as a root may be.
+    roots |= {
+        index
+        for index in range(len(visit.nodes))
+        if index not in chosen
+        and not any(visit.nodes[above].has_forward for above in visit.ancestors(index))
+    }
     units = {module for unit in tree.units for module in unit.modules} - roots
     return WrapExpectation(
         expected=tuple(tree.module_fqn(index) for index in sorted(chosen)),

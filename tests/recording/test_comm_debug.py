@@ -361,3 +361,5 @@ def test_without_ranks_counts_are_zero_compare_raises(comm_mode):
 def test_misuse_without_ranks_is_an_error(comm_mode):
     with pytest.raises(RecordingError, match="or a list of them, got str; pass the model"):
         comm_mode("model")
+    with pytest.raises(RecordingError, match=r"got a dict; pass torch\.nn\.ModuleDict\(\.\.\.\)"):
+        comm_mode({"actor": nn.Linear(1, 1)})

@@ -470,6 +470,15 @@ def test_unmet_expectation_lists_differences():
     assert str(TreeFactory().expect(healthy(), {Block})) == "all 3 expected modules are wrapped"
 
 
+def test_models_of_a_dict_may_be_units():
+    models = nn.ModuleDict({"teacher": healthy(), "student": one_block_forgotten()})
+    expectation = TreeFactory().expect(models, {Block})
+    assert str(expectation) == "1 not wrapped, although the policy wraps them: student.layers.1"
+    # The blocks of a list are no models.
+    blocks = nn.ModuleList(one_block_forgotten().layers)
+    assert not TreeFactory().expect(blocks, {Block})
+
+
 def test_what_is_no_policy_is_refused():
     with pytest.raises(RecordingError) as caught:
         TreeFactory().expect(healthy(), "Block")

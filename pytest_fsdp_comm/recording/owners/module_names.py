@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -100,6 +100,8 @@ def read_model_parts(model: object, *, given_to: str, otherwise: str = "") -> li
             got = f"{printable(type(part).__name__)}; pass the model itself"
             if isinstance(part, type) and issubclass(part, nn.Module):
                 got = f"the class {printable(part.__name__)} itself; pass an instance"
+            if isinstance(part, Mapping):
+                got = f"a {printable(type(part).__name__)}; pass torch.nn.ModuleDict(...)"
             raise RecordingError(
                 f"{given_to}(model) expects a torch.nn.Module, or a list of them, got "
                 f"{got}{otherwise}"
