@@ -59,6 +59,7 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
     raised = _reported_exception(frames)
     stack = _make_stack(frames) if raised is None else _raising_frames(raised)
     user, is_recorded = _innermost_user_frame(stack), not any(map(_is_unrecorded_wait, frames))
+    activity = Activity.COMPARES if any(map(_is_comparing, frames)) else Activity.RUNS
     waits = is_waiting(stack)
     return Position(
         site=user.site if user else "",
@@ -73,7 +74,7 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
         )
         if with_groups
         else (),
-        activity=Activity.RUNS if raised is None else Activity.REPORTS,
+        activity=activity if raised is None else Activity.REPORTS,
         is_joining=any(
             f"{frame.f_code.co_filename}:{frame.f_code.co_name}".endswith(_JOINS)
             for frame in frames
@@ -149,10 +150,14 @@ def _is_c10d(frame: FrameType) -> bool:
     return frame.f_code.co_filename.endswith("distributed_c10d.py")
 
 
+def _is_comparing(frame: FrameType) -> bool:
+    """Return whether a frame waits until other ranks reach the same comparison."""
+    return frame.f_code is Exchange._wait_for_text.__code__
+
+
 def _is_unrecorded_wait(frame: FrameType) -> bool:
     """Return whether a frame waits for other ranks in a call that the flight recorder misses."""
-    code = frame.f_code
-    return code is Exchange._wait_for_text.__code__ or (_is_c10d(frame) and code.co_name in _UNSEEN)
+    return _is_comparing(frame) or (_is_c10d(frame) and frame.f_code.co_name in _UNSEEN)
 
 
 def is_imported(*names: str) -> bool:

@@ -65,8 +65,10 @@ def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> lis
 
 
 def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
-    """Find ranks that will wait longer than `timeout_s` for ranks that have finished the test."""
-    ended = [rank for rank, at in positions.items() if at.activity is Activity.HAS_ENDED]
+    """Find ranks that will wait longer than `timeout_s` for ranks that issue no more calls."""
+    # A rank in a comparison continues only when all ranks have reached the comparison.
+    over = Activity.HAS_ENDED, Activity.COMPARES
+    ended = [rank for rank, at in positions.items() if at.activity in over]
     groupless = tuple(rank for rank in ended if not positions[rank].groups)
     joining = [rank for rank, at in positions.items() if at.is_joining and groupless]
     stranded: Stranded = dict.fromkeys(joining, ("the process group", groupless))
@@ -192,6 +194,7 @@ def _describe_activity(position: Position | None) -> str:
     return {
         Activity.RUNS: f"{{is}}{at}" if at else "{is} outside the test's code",
         Activity.REPORTS: f"failed{at}",
+        Activity.COMPARES: f"{{waits}} until all ranks reach {site or 'a comparison'}",
         Activity.HAS_ENDED: "{has} finished the test",
         Activity.HOLDS_GIL: f"{{holds}} the GIL{at}",
         Activity.STARTS: f"{{is}} still importing or collecting{at}",

@@ -112,6 +112,7 @@ class Supervision:
         self._have_ended_tests: set[int] = set()
         self._stranded: Stranded = {}
         self._look_at, self._look_after_s = 0.0, GRACE_S
+        self._had_done: bool | None = None
         self._next_test = next_test
         self.is_reusable = False
         """Whether all ranks have passed the last test and are waiting for the next one."""
@@ -172,7 +173,7 @@ class Supervision:
                     self._mark_running_as_stopped(Stopped.AFTER_FAILURE)
                     break
                 grace_ends_at = time.monotonic() + extend_under_load(GRACE_S)
-            if grace_ends_at is None and self._check_for_stranded_ranks(now):
+            if not (is_starting or grace_ends_at) and self._check_for_stranded_ranks(now):
                 self._mark_running_as_stopped(Stopped.AT_DEADLINE)
                 break
             after_s = now - started_at
@@ -429,11 +430,14 @@ class Supervision:
         return positions
 
     def _check_for_stranded_ranks(self, now: float) -> bool:
-        """If a check is due, return whether a rank is stuck waiting for a finished rank."""
+        """If a check is due, return whether a rank waits for a rank that issues no more calls."""
         # A rank may run much longer than another rank, but it cannot complete a collective that a
-        # finished rank never called. A rank counts as stuck if two checks in a row find it in such
-        # a collective.
-        if not any(result.is_done for result in self._results.values()):
+        # rank never called which has finished, or which waits in a comparison. A rank counts as
+        # stuck if two checks in a row find it in such a collective. Check more rarely as time
+        # passes, but soon after the first rank has finished.
+        has_done = any(result.is_done for result in self._results.values())
+        if has_done != self._had_done:
+            self._had_done, self._look_after_s = has_done, GRACE_S
             self._look_at = now + self._look_after_s
         if now < self._look_at:
             return False

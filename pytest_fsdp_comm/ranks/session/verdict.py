@@ -407,6 +407,10 @@ def _describe_departures(ranks: _Ranks, absent: Iterable[int]) -> str:
     did = {
         rank: _describe_outcome(how, passed="finished the test") for rank, how in outcomes.items()
     }
+    for rank in outcomes:
+        position = ranks[rank].result.position
+        if position is not None and position.activity is Activity.COMPARES:
+            did[rank] = "reached a line that waits for all ranks"
     parts = [
         f"{name_ranks(same)}, which had already {text}" for same, text in group_ranks_by_text(did)
     ]

@@ -15,6 +15,9 @@ class Activity(StrEnum):
     RUNS = "runs"
     REPORTS = "reports"
     """The test raised an exception at `Position.site`, and pytest is creating the report."""
+    COMPARES = "compares"
+    """The rank waits until all ranks reach the same comparison, or another call that merges their
+    recordings."""
     HAS_ENDED = "has ended"
     HOLDS_GIL = "holds the GIL"
     """The watchdog cannot run, so only the stack is known: a signal handler dumped it."""
@@ -26,7 +29,12 @@ class Activity(StrEnum):
     @property
     def is_known(self) -> bool:
         """Whether the rank's watchdog answered, so that the rank's process groups are known."""
-        return self in (Activity.RUNS, Activity.REPORTS, Activity.HAS_ENDED)
+        return self in (
+            Activity.RUNS,
+            Activity.REPORTS,
+            Activity.COMPARES,
+            Activity.HAS_ENDED,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +178,8 @@ class RankResult:
     unreported: dict[str, str] = dataclasses.field(default_factory=dict)
     """Output of the phase that the rank did not finish, keyed by stream; empty if there is none."""
     waited_for: tuple[int, ...] = ()
-    """Ranks that this rank is waiting for, although they have already finished the test."""
+    """Ranks that this rank waits for, although they have finished the test, or wait in turn until
+    this rank reaches a comparison."""
     position: Position | None = None
     """Where the rank was when the supervisor last asked; None if unknown."""
 

@@ -50,6 +50,14 @@ def test_ended_early(dist_info):
     if dist_info.rank != 2:
         dist.all_reduce(torch.ones(4))
 
+def test_compares(dist_info, comm_mode):
+    with comm_mode:
+        dist.all_reduce(torch.ones(4))
+    if dist_info.rank == 1:
+        comm_mode.merged_profile()
+    dist.all_reduce(torch.ones(4))
+    comm_mode.merged_profile()
+
 def test_different(dist_info):
     if dist_info.rank < 2:
         dist.all_reduce(torch.ones(4))
@@ -240,6 +248,15 @@ ranks 0-1, 3 waited for rank 2, which had already finished the test; all ranks w
 all wait for rank 2, which has finished the test
 ranks 0-1, 3 wait in all_reduce #2 of world (16 B) at test_it.py:N in test_ended_early
 rank 2 never called it (its last call on world was all_reduce #1), and has finished the test
+""",
+    "compares": """\
+ranks 0, 2-3 waited for rank 1, which had already reached a line that waits for all ranks; all \
+ranks were stopped.
+all wait for rank 1, which waits until all ranks reach test_it.py:N in test_compares: \
+comm_mode.merged_profile()
+ranks 0, 2-3 wait in all_reduce #2 of world (16 B) at test_it.py:N in test_compares
+rank 1 never called it (its last call on world was all_reduce #1), and waits until all ranks reach \
+test_it.py:N in test_compares: comm_mode.merged_profile()
 """,
     "different": """\
 ranks 0-3 did not finish within N s; all ranks were stopped.

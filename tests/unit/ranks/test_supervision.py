@@ -181,6 +181,7 @@ def test_grace_waits_for_a_rank_that_reports(supervision, rank, monkeypatch, is_
 )
 def test_stranded_rank_is_stopped_if_seen_twice(supervision, rank, monkeypatch, seqs, stopped):
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
+    supervision._results[1].is_starting = False
     supervision._results[0] = RankResult(rank=0, is_done=True)
     answers = [{1: (f"#{seq} of 0", (0,))} if seq else {} for seq in seqs]
 
@@ -194,6 +195,18 @@ def test_stranded_rank_is_stopped_if_seen_twice(supervision, rank, monkeypatch, 
     result = supervision.run(started_at=time.monotonic(), timeout_s=extend_under_load(20))[1]
     assert (result.stopped, answers) == (stopped, [])
     assert result.waited_for == (() if stopped is None else (0,))
+
+
+def test_rank_that_waits_for_a_comparing_rank_is_stopped(supervision, monkeypatch):
+    """No rank has finished the test, so nothing but the positions shows the hang."""
+    monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
+    supervision._results[1].is_starting = False
+    stranded = {1: ("#5 of 0", (0,))}
+    found = "pytest_fsdp_comm.ranks.session.supervision.find_stranded"
+    monkeypatch.setattr(found, lambda *_: stranded)
+    monkeypatch.setattr(supervision, "_ask_positions", lambda *_, **__: {})
+    result = supervision.run(started_at=time.monotonic(), timeout_s=extend_under_load(20))[1]
+    assert (result.stopped, result.waited_for) == (Stopped.AT_DEADLINE, (0,))
 
 
 def test_ended_rank_with_a_late_answer_is_asked_again(supervision, monkeypatch):

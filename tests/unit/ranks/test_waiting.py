@@ -327,6 +327,9 @@ JOINING = Position(site="", is_joining=True)
         ([position(ENDLESS), position(done(9), name="1", **ENDED)], {0: (1,)}),
         ([position(ENDLESS), Position(site="", **ENDED)], {0: (1,)}),
         ([JOINING, Position(site="", **ENDED)], {0: (1,)}),
+        # It waits in a comparison, so it issues no more either.
+        ([position(ENDLESS), position(done(1), activity=Activity.COMPARES)], {0: (1,)}),
+        ([position(ENDLESS), position(done(2), activity=Activity.COMPARES)], {}),
         # All have issued it, or may yet.
         ([position(ENDLESS), position(done(2), **ENDED)], {}),
         ([position(ENDLESS), position(waits(9), is_waiting=False, **ENDED)], {}),
