@@ -116,7 +116,7 @@ def _describe_artifacts(outcomes: Outcomes, origin: Origin, *, can_accept: bool)
     if outcomes.artifacts and can_accept:
         place = _shorten_and_escape(shell_word(outcomes.artifacts))
         yield (
-            f"To accept all changes without another run, download <code>{place}</code> from "
+            f"To accept these changes without another run, download <code>{place}</code> from "
             f"{saved}, then run <code>fsdp-comm accept {place}</code>.\n\n"
         )
 

@@ -91,7 +91,7 @@ def test_summary_says_what_to_do_with_saved_directories():
     text = shown(render_summary(outcomes(failed(), **saved), Origin()))
     assert text.endswith(
         "The report out/index.html is in the artifacts of this run, if the job saves it. To accept "
-        "all changes without another run, download 'ci files' from the artifacts of this run, then "
+        "these changes without another run, download 'ci files' from the artifacts of this run, then "
         "run fsdp-comm accept 'ci files' ."
     )
     origin = dataclasses.replace(
