@@ -7,4 +7,5 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 def four_ranks():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()

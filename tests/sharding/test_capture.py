@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import Block, TokenModel
@@ -450,3 +451,13 @@ def test_a_module_at_two_places_is_listed_once():
     assert "    again[Block] is layers.0" in str(tree).splitlines()
     assert len(tree.parameters) == 10
     assert {tree.unit_name(index) for index in range(3)} == {"", "layers.0", "layers.1"}
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)])
+def test_axes_of_a_destroyed_mesh_are_known(sizes):
+    names = ("replicate", "shard")[-len(sizes) :]
+    model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    axes = capture_tree(model).mesh_axes
+    dist.destroy_process_group()
+    assert capture_tree(model).mesh_axes == axes
+    assert [axis.name for axis in axes] == [*names]

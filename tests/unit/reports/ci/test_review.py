@@ -91,8 +91,8 @@ def test_summary_says_what_to_do_with_saved_directories():
     text = shown(render_summary(outcomes(failed(), **saved), Origin()))
     assert text.endswith(
         "The report out/index.html is in the artifacts of this run, if the job saves it. To accept "
-        "these changes without another run, download 'ci files' from the artifacts of this run, then "
-        "run fsdp-comm accept 'ci files' ."
+        "these changes without another run, download 'ci files' from the artifacts of this run, "
+        "then run fsdp-comm accept 'ci files' ."
     )
     origin = dataclasses.replace(
         ORIGIN, run_address="https://github.com/o/r/actions/runs/7#artifacts"
