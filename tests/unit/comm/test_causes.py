@@ -27,9 +27,9 @@ from pytest_fsdp_comm.comm.explanation.amounts import Dtype
 from pytest_fsdp_comm.comm.explanation.resharding import Freed
 from pytest_fsdp_comm.comm.profile import replace_fields
 from pytest_fsdp_comm.reports.changes import render_comparison
-from pytest_fsdp_comm.snapshots.differences import tree_evidence
+from pytest_fsdp_comm.snapshots.differences import evidence_of, tree_evidence
 from pytest_fsdp_comm.tree.model import Precision
-from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, UnitFacts
+from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, UnitFacts, merge
 
 UNITS = ("", *(f"layers.{number}" for number in range(3)))
 
@@ -436,3 +436,18 @@ def test_removed_clipping_comes_first(old, new, beginnings):
     assert all(text.startswith(begin) for text, begin in zip(causes, beginnings, strict=True))
     both = compare(clipped(in_bfloat16(profile())), profile())
     assert both.causes[0].text.startswith("norms of gradients or weights are no longer computed")
+
+
+def test_frozen_module_outside_all_units_is_known():
+    old = with_adapter(tree())
+    adapter = replace(old.parameters["layers.1.lora.weight"], trainable=False)
+    new = replace(old, parameters=old.parameters | {"layers.1.lora.weight": adapter})
+    no_units = [replace(facts, units={1: {}}) for facts in (old, new)]
+    assert tree_evidence(*no_units).frozen == {"layers.1.lora"}
+
+
+def test_trees_without_a_union_are_no_evidence():
+    equal = merge({0: tree(), 1: tree()})
+    apart = merge({0: tree(), 1: tree(layers_0_weight={"dtype": "bfloat16"})})
+    assert evidence_of([(equal, equal)]) is not None
+    assert evidence_of([(equal, apart)]) is evidence_of([(apart, equal)]) is None

@@ -554,3 +554,9 @@ def test_fewer_gradients_come_before_larger_gathers():
     rows = render_comparison(compare(old, new), snapshot="s").rows
     first = next(row.text for row in rows if row.text.startswith("a "))
     assert first.startswith("a in backward: reduce_scatter[dp] x1, 2.0 KiB -> 500 B")
+
+
+def test_lost_gradients_do_not_cover_an_added_unit():
+    (lost,) = compare(profile(), without(gathered(profile(), 0.5), *LAYERS)).training
+    (added,) = compare(profile(), made([*profile().rows, *unit("aux")])).reported
+    assert not lost.covers_step(added)
