@@ -112,6 +112,18 @@ def test_diff_explains_communication_by_the_tree(write, fsdp_comm):
     assert f"{likely}True -> False, as the tree shows\n" in fsdp_comm("diff", "old", "new").out
 
 
+def test_diff_of_two_files_compares_their_trees_once(write, fsdp_comm):
+    for side, text in (
+        ("old", TREE),
+        ("new", TREE.replace("float32[8] dp", "float32[8] frozen dp")),
+    ):
+        write(f"{side}.comm", OLD)
+        write(f"{side}.tree.comm", text)
+    heading = "old.tree.comm -> new.tree.comm:"
+    assert fsdp_comm("diff", "old.comm", "new.comm").lines.count(heading) == 1
+    assert fsdp_comm("diff", "old.tree.comm", "new.tree.comm").lines.count(heading) == 1
+
+
 def test_diff_compares_directories_file_by_file(write, fsdp_comm):
     frozen = TREE.replace("float32[8] dp", "float32[8] frozen dp")
     for side, tree in (("old", TREE), ("new", frozen)):
