@@ -461,3 +461,12 @@ def test_other_peak_of_the_same_calls_is_named(nbytes, how):
     assert first_change(unit("a")) == text
     # If calls changed too, they explain it.
     assert first_change([*unit("a"), *unit("b")]) != text
+
+
+@pytest.mark.parametrize(("times_sent", "is_named"), [(2, True), (1, False), (3, False)])
+def test_micro_batches_are_as_many_as_sends(times_sent, is_named):
+    send = row(OUTSIDE, None, "send", 64, axis="dp")
+    old = [*unit("a"), *unit("b")]
+    new = [times(entry, 2) if entry.phase is FORWARD else entry for entry in old]
+    causes = likely([*old, send], [*new, times(send, times_sent)])
+    assert ("2 times as many micro-batches" in causes) == is_named
