@@ -18,6 +18,7 @@ from pytest_fsdp_comm.command_line.main import main
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.gathering import RankFiles
 from pytest_fsdp_comm.ranks.wire.load import extend_under_load
+from pytest_fsdp_comm.recording.active import has_running_recording
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "record.md").read_text()
 RANKS = 3
@@ -81,6 +82,7 @@ def test_saving_warns_on_own_errors_raises_jobs(device_mesh, dist_info, tmp_path
         step(model)
     with pytest.raises(ZeroDivisionError), CommMode().saving(model, path):
         raise ZeroDivisionError
+    assert not has_running_recording()
     (tmp_path / "file").touch()
     unwritable = tmp_path / "file" / "step.json"
     with (

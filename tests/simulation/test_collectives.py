@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as nn_functional
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -114,3 +115,10 @@ def test_collectives_send_what_gloo_sends(way, comm_mode, dist_info):
             wrong[str(run)] = (found, sends(dist_info.rank), str(comm_mode.recording.gaps))
     assert not wrong, json.dumps(wrong, indent=1)
     assert random.getstate() == state  # torch draws to number what it sends
+
+
+@pytest.mark.distributed(world_size=4, simulate=True)
+def test_waiting_for_known_integers_keeps_them():
+    numbers = torch.tensor([1, 2])
+    gathered = funcol.wait_tensor(funcol.all_gather_tensor(numbers, 0, dist.group.WORLD))
+    assert gathered.tolist() == [1, 2] * 4
