@@ -106,6 +106,9 @@ def test_weak_storage_reference_keeps_address():
     reference = tensors.weak_storage(tensor)
     assert reference.cdata == tensor.view(2, 2).untyped_storage()._cdata
     assert tensors.extent_of(tensor[1:3])[1:] == (4, 12)
+    # A dimension of size 1 may have any stride.
+    assert tensors.extent_of(torch.empty_strided((2, 1, 3), (3, 0, 2)))[1:] == (0, 32)
+    assert tensors.extent_of(torch.ones(1).expand(2)) is None
     assert not reference.expired()
     del tensor
     assert reference.expired()

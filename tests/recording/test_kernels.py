@@ -156,6 +156,8 @@ def test_block_left_on_other_thread_is_over(older, device_mesh):
     older(lambda: left.__exit__(None, None, None))
     assert entered_recorders() == ()
     with later(model):
+        with left(model):
+            assert len(entered_recorders()) == 2
         assert len(entered_recorders()) == 1
         model(torch.ones(2, WIDTH))
     assert entered_recorders() == ()

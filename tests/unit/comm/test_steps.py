@@ -23,6 +23,7 @@ from sample_profiles import (
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.evidence import Evidence
+from pytest_fsdp_comm.comm.explanation.states import replace_prefix
 
 OUTSIDE = Phase.OUTSIDE
 
@@ -221,3 +222,17 @@ def test_lost_reduction_of_input_gradients_is_named(change, is_named):
     comparison = compare(old, changed(old, change))
     line = "gradients of the inputs of mlp are no longer reduced over tp in backward"
     assert (line in comparison.sentences[: len(comparison.training)]) == is_named
+
+
+@pytest.mark.parametrize(
+    ("fqn", "old", "new", "renamed"),
+    [
+        ("layers.3.mlp", "layers.*", "model.blocks.*", "model.blocks.3.mlp"),
+        ("layers.a.mlp", "layers.*", "blocks.*", "layers.a.mlp"),
+        ("a.0+a.1", "a.*", "b.*", "b.0+b.1"),
+        ("layers", "layers.*", "blocks.*", "layers"),
+        ("head", "", "model", "model.head"),
+    ],
+)
+def test_prefix_of_whole_segments_is_replaced(fqn, old, new, renamed):
+    assert replace_prefix(fqn, old, new) == renamed

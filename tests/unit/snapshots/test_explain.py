@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 from sample_profiles import profile, twice
 
+from pytest_fsdp_comm.errors import IncompleteRecordingError
 from pytest_fsdp_comm.snapshots.differences import explain_profiles
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
+from pytest_fsdp_comm.snapshots.explain import describe_problem
 
 
 @pytest.mark.parametrize(
@@ -28,3 +30,9 @@ def test_another_torch_is_named_in_the_first_line(recorded, now, said):
     assert failure.head == f"comm_mode differs from old.comm{said}"
     free = str(old).replace(" | torch", " | a note of ours: torch")
     assert SnapshotText(free, where="old").profile.torch_version == ""
+
+
+def test_headline_of_an_incomplete_recording_names_the_first_gap():
+    error = IncompleteRecordingError("the recording has gaps:\n  the first\n  the second")
+    assert describe_problem(error, where="") == "the first"
+    assert describe_problem(ValueError("one\ntwo"), where="") == "one"
