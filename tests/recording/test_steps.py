@@ -1,6 +1,8 @@
 """Where steps of a training script begin and end, shown by their collectives."""
 
+import sys
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pytest_fsdp_comm import CommMode
 from pytest_fsdp_comm.errors import RecordingError
+from pytest_fsdp_comm.recording.script import run_script
 from pytest_fsdp_comm.recording.steps import StepRecorder, record_script
 
 pytestmark = pytest.mark.distributed(world_size=2, backend="fake")
@@ -183,3 +186,14 @@ def test_models_in_a_new_dict_are_named_by_it(comm_mode, device_mesh):
     with comm_mode(nn.ModuleDict({"actor": actor, "critic": critic})):
         critic(actor(torch.ones(1, 1))).sum().backward()
     assert {event.owner for event in comm_mode.events} == {"actor", "critic"}
+
+
+def test_module_runs_with_the_working_directory_first(tmp_path, monkeypatch):
+    """As after ``python -m``."""
+    job = "import pathlib, sys\npathlib.Path('path').write_text(sys.path[0])"
+    (tmp_path / "job.py").write_text(job)
+    monkeypatch.chdir(tmp_path)
+    before = [*sys.path]
+    run_script("job", [], is_module=True)
+    assert (tmp_path / "path").read_text() == str(Path.cwd())
+    assert sys.path == before
