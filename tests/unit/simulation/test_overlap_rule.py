@@ -6,6 +6,7 @@ from collections import defaultdict
 import pytest
 
 from pytest_fsdp_comm.simulation.overlap import Timeline
+from pytest_fsdp_comm.simulation.streams import SimulatedStream
 
 STREAMS = "main", "side", "third"
 COMMUNICATORS = "dp", "tp"
@@ -164,3 +165,7 @@ def test_one_communicator_runs_calls_in_order(timeline):
     timeline.compute("main", "after")
     assert [*timeline.beside(first)] == ["work"]
     assert timeline.communicate("fourth", "tp").clock == {}
+
+
+def test_simulated_streams_have_numbers():
+    assert len({SimulatedStream().stream_id for _ in range(3)}) == 3
