@@ -434,10 +434,11 @@ class Supervision:
         # A rank may run much longer than another rank, but it cannot complete a collective that a
         # rank never called which has finished, or which waits in a comparison. A rank counts as
         # stuck if two checks in a row find it in such a collective. Check more rarely as time
-        # passes, but soon after the first rank has finished.
+        # passes, but soon after the first rank has finished. Leave short tests alone until then,
+        # because an answer takes time and memory of the rank.
         has_done = any(result.is_done for result in self._results.values())
         if has_done != self._had_done:
-            self._had_done, self._look_after_s = has_done, GRACE_S
+            self._had_done, self._look_after_s = has_done, GRACE_S if has_done else 5 * GRACE_S
             self._look_at = now + self._look_after_s
         if now < self._look_at:
             return False
