@@ -168,10 +168,13 @@ def test_a_thousand_recordings_leave_nothing(comm_mode, device_mesh):
         gc.collect()
         return len(gc.get_objects())
 
+    def count_new_objects():
+        before = record(5)
+        return record(200) - before
+
     record(5)
-    before = record(5)
-    # Less than one object each. The rank's watchdog may have created some meanwhile.
-    assert record(200) - before < 150
+    # The rank's watchdog creates some objects with its first answer, but only once.
+    assert min(count_new_objects() for _ in range(2)) < 50
 
 
 @fake
