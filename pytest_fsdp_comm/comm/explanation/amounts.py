@@ -298,15 +298,16 @@ class Counts(GlobalStep):
         if self.scope is Scope.EVERYTHING or (is_of_passes and reductions == self.factor):
             rows = recordings.new.collectives
             roles = {call.role for row in rows for call in row.calls}
+            phases = {row.phase for row in rows}
             if Role.GRADIENTS in roles:
                 # Without other calls, nothing shows how many steps ran.
                 again = ""
                 if roles == {Role.GRADIENTS}:
                     again = f", or each gradient is reduced {name_times(self.factor.numerator)}"
-                elif roles <= _OF_DDP and {row.phase for row in rows} <= _PASSES:
+                elif roles <= _OF_DDP and phases <= _PASSES:
                     again = ", or DDP's no_sync() no longer covers forward and backward"
                 return f"{often} steps, or {often} micro-batches that each reduce gradients{again}"
-            is_forward = {row.phase for row in rows} <= {Phase.FORWARD}
+            is_forward = phases <= {Phase.FORWARD}
             units = "forwards" if is_forward else "steps, micro-batches or inputs of one loss"
             if any(row.what == "send" for row in rows):
                 units = "micro-batches, stages per rank or steps"
