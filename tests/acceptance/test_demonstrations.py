@@ -88,6 +88,7 @@ def explanation(text):
     ]
 
 
+@pytest.mark.release
 def test_the_unchanged_example_passes(llama):
     result = llama.run(variant="tied] or [untied")
     result.assert_outcomes(passed=2)

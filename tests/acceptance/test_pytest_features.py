@@ -160,6 +160,7 @@ def test_output_to_a_file_is_printed_once(pytester, monkeypatch):
     assert result.stdout.count("test session starts") == 1
 
 
+@pytest.mark.release
 def test_coverage_measures_every_rank(pytester):
     pytest.importorskip("coverage")
     pytester.makepyfile(

@@ -11,12 +11,13 @@ from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 TESTS = pathlib.Path(__file__).parents[1]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("number", "world_size", "at_least"),
     [
-        pytest.param("two", 2, 12, marks=pytest.mark.release),
-        ("four", 4, 6),  # the smallest mesh with two axes of more than one rank
-        pytest.param("eight", 8, 3, marks=pytest.mark.release),
+        ("two", 2, 12),
+        ("four", 4, 6),
+        ("eight", 8, 3),
     ],
 )
 def test_random_plans_record_same_on_all_rank_types(pytester, number, world_size, at_least):

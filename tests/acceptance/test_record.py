@@ -419,6 +419,7 @@ def test_any_directory_is_recorded_and_guarded(tmp_path):
 GPU_PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "gpu-script.md"
 
 
+@pytest.mark.release
 def test_gpu_page_prints_what_its_commands_print(tmp_path):
     page = GPU_PAGE.read_text()
     (script,) = re.findall(r"(?ms)^```python no-run\n(.*?)^```$", page)
@@ -643,7 +644,7 @@ STARTING_SCRIPT = SPAWNING_SCRIPT.replace("torch.multiprocessing", "multiprocess
     ("method", "end"),
     [
         pytest.param("fork", "for rank in ranks: rank.join()", marks=pytest.mark.release),
-        ("spawn", "pass"),
+        pytest.param("spawn", "pass", marks=pytest.mark.release),
     ],
 )
 def test_simulated_script_starts_processes_error(tmp_path, method, end):

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import running
 
+pytestmark = pytest.mark.release
+
 ROOT = Path(__file__).parents[2]
 
 # Of each kind of test that an upstream may break, one file that has to take part.

@@ -185,7 +185,8 @@ def test_distributed_tests_run_without_xdist(project):
 
 
 @pytest.mark.cold
-@pytest.mark.parametrize("is_autoloaded", [True, pytest.param(False, marks=pytest.mark.release)])
+@pytest.mark.release
+@pytest.mark.parametrize("is_autoloaded", [True, False])
 def test_usage_without_syrupy_names_plugin_option(project, monkeypatch, is_autoloaded):
     pytester = project("""
         import pytest

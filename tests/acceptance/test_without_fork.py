@@ -102,6 +102,7 @@ def test_without_fork_only_distributed_tests_fail(no_fork, pytester, arguments):
     ]
 
 
+@pytest.mark.release
 def test_without_fork_snapshots_are_kept(no_fork, pytester):
     kept = pytester.mkdir("snapshots") / "test_it" / "test_ranks.ws2.comm"
     kept.parent.mkdir()
@@ -137,6 +138,7 @@ def test_commands_run_without_fork(pytester):
         assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.release
 def test_without_fork_rankless_modules_import(pytester):
     (pytester.path / "no_fork.py").write_text(NO_FORK)
     names = "comm command_line reports snapshots text tree sharding recording"

@@ -397,10 +397,11 @@ print(*comm_mode.recording.notes, end="")
     ("environment", "note"),
     [
         ({"TORCH_FR_BUFFER_SIZE": "0"}, ""),
-        (
+        pytest.param(
             {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
             "nothing was checked against torch's flight recorder, which names no groups under "
             "TORCH_DISTRIBUTED_DEBUG=DETAIL",
+            marks=pytest.mark.release,
         ),
     ],
     ids=["off", "detail"],

@@ -25,32 +25,28 @@ MODEL_NBYTES = ROOT_NBYTES + 2 * BLOCK_NBYTES
 simulated = pytest.mark.distributed(world_size=2, simulate=True)
 
 
-@pytest.fixture(scope="module")
-def recordings(tmp_path_factory):
-    """Run all programs of `ddp_programs` on both kinds of ranks; return the folder with files."""
-    folder = tmp_path_factory.mktemp("ddp")
+def test_ddp_sends_what_gloo_ranks_send(tmp_path):
+    """Run all programs of `ddp_programs` on both kinds of ranks, in one session."""
     for name in ("oracle.py", "models.py", "texts.py", "torch_facts.py", "conftest.py"):
-        shutil.copy(TESTS / name, folder)
-    shutil.copy(TESTS / "ddp_programs.py", folder / "test_ddp_programs.py")
+        shutil.copy(TESTS / name, tmp_path)
+    shutil.copy(TESTS / "ddp_programs.py", tmp_path / "test_ddp_programs.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     with pytest.MonkeyPatch.context() as patch:
         set_outermost(patch)
         done = subprocess.run(
             command,
             check=False,
-            cwd=folder,
+            cwd=tmp_path,
             capture_output=True,
             text=True,
             timeout=extend_under_load(300),
         )
     assert not done.returncode, done.stdout + done.stderr
-    return folder
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_ddp_sends_what_gloo_ranks_send(recordings, name):
-    gloo, fake = (read(recordings / f"{name}-{how}.json") for how in ("gloo", "simulated"))
-    assert all(gloo)
+    gloo, fake = (
+        {name: read(tmp_path / f"{name}-{how}.json") for name in PROGRAMS}
+        for how in ("gloo", "simulated")
+    )
+    assert all(all(steps) for steps in gloo.values())
     assert gloo == fake
 
 

@@ -3,7 +3,7 @@
 import pytest
 import zoo
 
-QUICK = {"Llama 3.2 1B", "ModernBERT large"}
+QUICK = {"Llama 3.2 1B"}
 
 
 @pytest.mark.parametrize(

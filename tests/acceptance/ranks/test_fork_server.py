@@ -81,6 +81,7 @@ def test_ranks_run_without_numpy(pytester):
     pytester.runpytest_subprocess().assert_outcomes(passed=1)
 
 
+@pytest.mark.release
 @pytest.mark.cold
 def test_modules_for_fixtures_are_preloaded(pytester):
     """In each rank of each test it would take longer than a small test."""

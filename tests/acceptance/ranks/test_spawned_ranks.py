@@ -128,6 +128,7 @@ def test_start_of_a_spawned_rank_is_not_test_time(pytester):
     result.assert_outcomes(passed=1)
 
 
+@pytest.mark.release
 def test_spawned_rank_that_never_starts_is_located(pytester):
     """It hangs while it imports the conftest.py, which ranks do first."""
     pytester.makeini(f"[pytest]\nfsdp_comm_progress_s = {extend_under_load(1)}")

@@ -103,7 +103,7 @@ def lines_of(result):
     [
         (MARKER.format(""), "", ()),
         (MARKER.format(", scope='module'"), "", ()),
-        (MARKER.format(""), UNSAFE_TO_FORK, ("-k", "mixed")),
+        pytest.param(MARKER.format(""), UNSAFE_TO_FORK, ("-k", "mixed"), marks=pytest.mark.release),
         (MARKER.format(""), "", ("-n", "2")),
     ],
     ids=["forked", "kept", "spawned", "xdist"],

@@ -347,6 +347,7 @@ def test_never(): open("ran", "w").close()
 """
 
 
+@pytest.mark.release
 @pytest.mark.upstream
 def test_two_agents_write_alike_and_stop_together(forked, tmp_path):
     path = copied(forked, tmp_path / "project")
@@ -539,6 +540,7 @@ def test_session_without_ranks_runs_in_every_process(start_by_variables, tmp_pat
     assert {file.name for file in tmp_path.glob("ran*")} == {"ran0", "ran1"}
 
 
+@pytest.mark.release
 def test_launched_ranks_compare_if_fork_is_unsafe(forked, start_by_variables, tmp_path):
     path = copied(forked, tmp_path / "project")
     file = path / "test_it.py"

@@ -59,7 +59,7 @@ def changed(pytester, snapshots):
     [
         pytest.param((), "", id="forked"),
         pytest.param(("-n", "2"), "", id="xdist", marks=pytest.mark.release),
-        pytest.param(("--assert=plain",), "", id="plain"),
+        pytest.param(("--assert=plain",), "", id="plain", marks=pytest.mark.release),
         pytest.param(("--comm-report=report",), "", id="report", marks=pytest.mark.release),
         pytest.param((), ", 'mine'", id="message", marks=pytest.mark.release),
     ],

@@ -75,7 +75,11 @@ def reason(tmp_path, code):
 @pytest.mark.parametrize(
     ("start", "text"),
     [
-        ("start_native()", "native threads (1) have been running since collection"),
+        pytest.param(
+            "start_native()",
+            "native threads (1) have been running since collection",
+            marks=pytest.mark.release,
+        ),
         (
             "start_native(); start_native(b'pool-1'); start_native(b'jemalloc_bg_thd')",
             "native threads (2) have been running since collection: 'pool-1'",
@@ -94,6 +98,7 @@ def test_native_threads_are_counted_and_named(tmp_path, start, text):
     assert reason(tmp_path, THREAD + start) == text
 
 
+@pytest.mark.release
 @pytest.mark.upstream
 def test_inter_op_pool_of_torch_is_find_reason_not_to_fork(tmp_path):
     assert "'PTThreadPool'" in reason(tmp_path, INTER_OP)
@@ -115,6 +120,7 @@ def test_a_thread_beside_torchs_pool_is_unsafe(tmp_path):
     assert reason(tmp_path, code).startswith("native threads (4)")
 
 
+@pytest.mark.release
 def test_a_process_group_is_find_reason_not_to_fork(tmp_path):
     assert reason(tmp_path, GROUP) == "a process group was created during collection"
 
