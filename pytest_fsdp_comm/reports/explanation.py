@@ -37,7 +37,6 @@ _MARKS: Final[dict[Severity, str]] = {
 _UNNAMED: Final = frozenset[Severity]({"likely", "note", "fix"})
 MOVE_COMMAND: Final = re.compile(r"(?:mkdir -p \S.* && )?mv -n .+")
 """Matches the command that `snapshots.neighbours.describe_neighbour` suggests."""
-_SHOWN_BY_TREE: Final = "as the tree shows"
 _SERIOUS: Final = frozenset[Severity]({"ranks diverge", "breaks training"})
 
 # pytest prints an explanation within these limits in full. Outside CI, it truncates longer ones to
@@ -282,9 +281,12 @@ def join_failures(failures: Mapping[str, Failure], *, command: str, test: str) -
     changes = [[entry for entry in entries if entry.severity == "change"] for entries in named]
     changes.sort(key=lambda entries: all(entry and entry.is_effect for entry in entries))
     first = changes[0][0] if changes[0] else None
-    if first is not None and any(cause.endswith(_SHOWN_BY_TREE) for cause in first.causes):
-        # The cause says what the tree shows, so another change of the recording comes second.
-        changes[1:] = [[None, *entries] for entries in changes[1:]]
+    told = " ".join(first.causes) if first is not None else ""
+    # If the cause says what the tree shows, another change of the recording comes second.
+    changes[1:] = [
+        [None, *entries] if entries and _is_told(entries[0], told) else entries
+        for entries in changes[1:]
+    ]
     in_turn = [entry for row in zip_longest(*changes) for entry in row if entry is not None]
     # Several values may have the same cause.
     others = dict.fromkeys(
@@ -308,6 +310,11 @@ def join_failures(failures: Mapping[str, Failure], *, command: str, test: str) -
     scopes = dict.fromkeys(f", {value.scope}" for value in values if value.scope)
     head = f"{compared} differ from {where.rstrip('.')} ({len(values)} files){''.join(scopes)}"
     return replace(joined, head=head, heads=())
+
+
+def _is_told(change: Statement | None, causes: str) -> bool:
+    """Whether the causes of another change contain what a tree says about a module."""
+    return change is not None and change.text.partition(": ")[2] in causes
 
 
 def _add_name_to_statement(statement: Statement, name: str, label: str) -> Statement:

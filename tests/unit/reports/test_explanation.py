@@ -262,8 +262,6 @@ def test_an_error_is_shown_as_it_is():
 
 
 def test_second_change_precedes_tree_that_only_repeats_a_cause():
-    shown = "frozen, as the tree shows"
-
     def lines(cause):
         both = comm(2)
         causes = {"layers.0: changed": (cause,)}
@@ -274,8 +272,14 @@ def test_second_change_precedes_tree_that_only_repeats_a_cause():
         return [line.strip() for line in lines_of(texts, "")[1:4]]
 
     tree_line = "tree: norm.0: becomes a root"
-    assert lines(shown) == ["layers.0: changed", "layers.1: changed", tree_line]
-    assert lines("something else") == ["layers.0: changed", tree_line, "layers.1: changed"]
+    repeated = ["layers.0: changed", "layers.1: changed", tree_line]
+    assert lines("norm.0 becomes a root, as the tree shows") == repeated
+    # This cause does not say which parameters.
+    assert lines("no longer frozen, as the tree shows") == [
+        "layers.0: changed",
+        tree_line,
+        "layers.1: changed",
+    ]
 
 
 def test_scope_is_in_head_and_cure_above_command():
