@@ -224,6 +224,7 @@ def _wrap_engine(original: Any) -> object:
                 recorder.backward.leave(depth)
                 # Look for results among the gradients now, before user code zeroes them.
                 recorder.tensors.settle_new()
+                recorder.tensors.expect_new_gradients()
 
     return engine
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from pytest_fsdp_comm.comm.events import (
     COLLECTIVE_KINDS,
+    REDUCING,
     Answer,
     Collective,
     Gap,
@@ -386,6 +387,8 @@ class Recorder:
             attribution.carried = self.tensors.find_carried_parameter(
                 scan, operation, bound, attribution, dtensor
             )
+        elif operation.kind in REDUCING:
+            self.tensors.expect_new_gradients()
         call_site = find_call_site() if unit is not None else scan.call_site
         is_callback = getattr(self._here, "attribution", None) is not None
         is_unordered = is_callback or self not in entered_recorders()

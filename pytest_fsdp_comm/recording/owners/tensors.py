@@ -80,14 +80,13 @@ class TensorOwners:
     def __init__(self, roots: list[nn.Module]) -> None:
         self._roots = roots
         self._current_node: Callable[[], Any] = look_up("torch._C", "_current_autograd_node")
-        self._next_number: Callable[[], int] = look_up("torch.autograd", "_get_sequence_nr")
         # The labels of parameters and gradients, keyed by the address of their storage.
         self._table: dict[int, list[Label]] = {}
         self._parameters: dict[int, torch.Tensor] = {}
-        # When the table was built: the ids of the roots, and the number of the next autograd node.
-        # `_misses` counts the look-ups that have failed since then.
+        # The ids of the roots when the table was built. Since then: whether gradients have been
+        # computed or reduced, and how many look-ups have failed.
         self._table_roots: list[int] = []
-        self._table_node = 0
+        self._has_new_gradients = False
         self._misses = 0
         # Results whose parameter is unknown, keyed by the address of their storage.
         self._results: dict[int, list[_Result]] = {}
@@ -158,6 +157,10 @@ class TensorOwners:
                 self._has_new_results = True
                 earlier.append(_Result(carried, reduces, reference, extent, version))
 
+    def expect_new_gradients(self) -> None:
+        """Build the table again when a look-up fails; pipelines reduce after backward, too."""
+        self._has_new_gradients = True
+
     def settle_new(self) -> None:
         """Call `settle` if results were added since the last call."""
         if self._has_new_results:
@@ -205,10 +208,9 @@ class TensorOwners:
             return Label(parameter=None, role=None)
         if label is None and attribution.phase in _HAS_ALL:
             self._misses += 1
-            num_nodes = self._next_number() - self._table_node
-            # Gradients are freed and created again, so the table goes stale. Building it takes time
-            # proportional to the number of parameters, so wait for many new nodes or misses.
-            if 4 * (num_nodes + self._misses) >= len(self._parameters):
+            # User code can also set gradients, but building the table takes time proportional to
+            # the number of parameters, so wait for many misses.
+            if self._has_new_gradients or 4 * self._misses >= len(self._parameters):
                 self._rebuild_label_table()
                 label = self._label_at_all(extents)
         return label
@@ -252,7 +254,7 @@ class TensorOwners:
             if parameter.is_leaf and parameter.grad is not None:
                 self._add_to_label_table(parameter, Role.GRADIENTS)
         self._table_roots = [*map(id, self._roots)]
-        self._table_node, self._misses = self._next_number(), 0
+        self._has_new_gradients, self._misses = False, 0
 
     def _add_to_label_table(self, parameter: torch.Tensor, role: Role) -> None:
         label = Label(parameter=parameter, role=role)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from models import ACTIVATION_NBYTES, WIDTH, Block, shard
+import torch.distributed as dist
+from models import ACTIVATION_NBYTES, WIDTH, Block, Model, shard
 from oracle import witnessed
 from torch import nn
 from torch.distributed import pipelining
@@ -105,6 +106,31 @@ def test_stages_that_are_sharded(comm_mode, device_mesh, dist_info):
     # The schedule reduces after its last backward, outside of autograd.
     assert comm_mode.counts("reduce_scatter", phase="backward") == 1
     assert comm_mode.counts("reduce_scatter", phase="outside") == 0
+
+
+@pytest.mark.distributed(world_size=4)
+def test_gradient_reduced_between_stages_is_found(comm_mode, device_mesh, dist_info):
+    """As for tied weights; the schedule sets the gradients after its last backward."""
+    mesh = device_mesh(pp=2, dp=2)
+    rank, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
+    # A look-up that fails may wait for a quarter as many others as there are parameters.
+    part = shard(Model(blocks=6), mesh["dp"])
+    stage = pipelining.PipelineStage(part, rank, 2, torch.device("cpu"), group=group)
+    schedule = pipelining.ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=loss)
+
+    def step():
+        run(schedule, dist_info, rank)
+        gradient = part.layers[0].up.weight.grad
+        dist.all_reduce(gradient.to_local(), group=group)
+        part.zero_grad()
+
+    step()
+    with comm_mode(part):
+        step()
+    sums = [event for event in comm_mode.events if event.kind == "all_reduce"]
+    assert [(event.owner, event.role, event.axis) for event in sums] == [
+        ("layers.0.up", "gradients", "pp")
+    ]
 
 
 @pytest.mark.distributed(world_size=4)
