@@ -22,7 +22,7 @@ from pytest_fsdp_comm.comm.explanation.training import (
     find_training_changes,
     reports_step,
 )
-from pytest_fsdp_comm.comm.mesh import MeshAxis, group_counts, show_mesh
+from pytest_fsdp_comm.comm.mesh import MeshAxis, group_counts, name_mesh_change, show_mesh
 from pytest_fsdp_comm.comm.profile import (
     CommProfile,
     Row,
@@ -208,7 +208,11 @@ def _compare_run_facts(
         ("frame", "world_size", str(old.world_size), str(new.world_size)),
         ("frame", "activation sizes", *sizes),
         ("frame", "recorded ranks", ranks(old), ranks(new)),
-        ("frame", "mesh", *_describe_changed_meshes(old.mesh_axes, new.mesh_axes)),
+        (
+            "frame",
+            name_mesh_change(old.mesh_axes, new.mesh_axes),
+            *_describe_changed_meshes(old.mesh_axes, new.mesh_axes),
+        ),
         ("memory", "peak gathered", peak(old) or "0 B", peak(new) or "0 B"),
     )
     for subject, what, before, after in pairs:

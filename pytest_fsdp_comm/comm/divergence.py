@@ -313,7 +313,7 @@ def _describe_differing_calls(calls: Mapping[int, Call | None]) -> dict[int, str
         if verb is not None:
             sent = owner
             if "parameters" in differing and "owner" not in differing:
-                sent = name_owners(call.parameters) or f"all of {owner}"
+                sent = name_owners(call.parameters, noun="parameters") or f"all of {owner}"
             words = [f"{verb} {'gradients of ' if call.kind in REDUCING else ''}{sent}"]
         else:
             words = [f"calls {call.kind}", f"for {owner}" if owner else ""]

@@ -98,6 +98,12 @@ def group_counts(axes: Iterable[MeshAxis]) -> dict[MeshAxis, int]:
     return {axis: axis.num_groups for axis in axes}
 
 
+def name_mesh_change(old: Iterable[MeshAxis], new: Iterable[MeshAxis]) -> str:
+    """Return what changed: the mesh, or, if names differ, perhaps only which axes are used."""
+    before, after = ({axis.name for axis in axes} for axes in (old, new))
+    return "mesh" if before == after else "mesh axes in use"
+
+
 def show_mesh(axes: Iterable[MeshAxis]) -> str:
     """Format the axes and their layouts on one line: ``dp=4 stride 2, tp=2 stride 1``."""
     return ", ".join(f"{axis.name}={axis.layout}" for axis in axes) or "none"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Final
 
 from pytest_fsdp_comm.comm.calls import Calls
@@ -22,7 +23,7 @@ from pytest_fsdp_comm.comm.explanation.words import name_modules, name_place
 from pytest_fsdp_comm.comm.profile import Row
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
 from pytest_fsdp_comm.reports.explanation import Failure, Severity, Statement
-from pytest_fsdp_comm.text.fqn import expand, fold_fqns
+from pytest_fsdp_comm.text.fqn import expand, name_containers, natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import join_first, show_nbytes, show_nbytes_change
 from pytest_fsdp_comm.tree.diff import TreeChange
@@ -70,7 +71,9 @@ def _sort_changes(
 ) -> tuple[list[Statement], list[Statement]]:
     """Return the main changes, which precede causes and costs, and the rest."""
     steps = [*_describe_steps(comparison)]
-    described = [(row, _describe_row(row, comparison)) for row in rows]
+    described = [
+        (joined[0], _describe_rows(joined, comparison)) for joined in _join_other_sizes(rows)
+    ]
     frames, reshards = (
         [statement for row, statement in described if row.subject == subject]
         for subject in ("frame", "reshard")
@@ -165,15 +168,7 @@ def _name_subjects(patterns: Sequence[str], noun: str) -> str:
     if len(patterns) <= _MAX_SUBJECTS:
         return ", ".join(patterns)
     names = [name for pattern in patterns for name in expand(pattern)]
-    # A unit of several modules joins their names.
-    modules = [part for name in names for part in name.split("+")]
-    while len(folded := fold_fqns(modules)) > _MAX_SUBJECTS and any(modules):
-        deepest = max(name.count(".") for name in modules)
-        modules = [
-            name.rpartition(".")[0] if name.count(".") == deepest else name for name in modules
-        ]
-    where = ", ".join(folded)
-    return f"{len(names)} {noun} {'of the model' if not any(modules) else f'in {where}'}"
+    return name_containers(names, most=_MAX_SUBJECTS, noun=noun)
 
 
 def _describe_steps(comparison: Comparison) -> Iterator[Statement]:
@@ -225,8 +220,36 @@ def _describe_cause(cause: Cause, comparison: Comparison) -> Statement:
     return Statement(severity="likely", text=cause.text, place=place)
 
 
-def _describe_row(change: Change, comparison: Comparison) -> Statement:
-    """Describe a change that no step explains."""
+def _join_other_sizes(rows: Iterable[Change]) -> Iterable[Sequence[Change]]:
+    """Group new rows of modules, or lost ones, that differ only in the sizes of their calls."""
+    groups: defaultdict[object, list[Change]] = defaultdict(list)
+    for change in rows:
+        key: object = id(change)
+        sides = (*change.before, *change.after)
+        if change.subject == "collective" and len(sides) == 1 and not sides[0].ranks:
+            kinds = frozenset(_strip_amounts(sides[0]))
+            key = change.phase, change.what, bool(change.after), sides[0].count, kinds
+        groups[key].append(change)
+    return groups.values()
+
+
+def _describe_rows(changes: Sequence[Change], comparison: Comparison) -> Statement:
+    """Describe changes that no step explains, and that share a line."""
+    if len(changes) == 1:
+        return _describe_row(changes[0], comparison)
+    owners = chain.from_iterable(change.owners for change in changes)
+    joined = replace(
+        changes[0],
+        owners=tuple(sorted(owners, key=lambda name: natural_key(name or ""))),
+        new_calls=NewCalls.join(change.new_calls for change in changes),
+    )
+    sizes = [nbytes_of(change.before) + nbytes_of(change.after) for change in changes]
+    amount = f"{show_nbytes(min(sizes))} to {show_nbytes(max(sizes))} per rank"
+    return _describe_row(joined, comparison, amount)
+
+
+def _describe_row(change: Change, comparison: Comparison, amount: str = "") -> Statement:
+    """Describe a change that no step explains; `amount` replaces its bytes."""
     sites = _list_call_sites(_drop_backward_lines(_find_new_calls_of_change(change, comparison)))
     # If parameters have new shapes, as many calls as before have new sizes.
     is_resized = change.subject == "collective" and any(
@@ -234,7 +257,7 @@ def _describe_row(change: Change, comparison: Comparison) -> Statement:
     )
     return Statement(
         severity="change",
-        text=_describe_change(change),
+        text=_describe_change(change, amount),
         place=_describe_site(change),
         sites=tuple(sites[:_MAX_LINES]),
         is_effect=is_resized and count_calls(change.before) == count_calls(change.after),
@@ -305,14 +328,16 @@ def _name_call_sites(calls: NewCalls) -> str:
     return f" {word} ".join(filter(None, (", ".join(listed[:-1]), *listed[-1:])))
 
 
-def _describe_change(change: Change) -> str:
+def _describe_change(change: Change, amount: str = "") -> str:
     if change.phase is None:
         before = f"{change.old_text} -> " if change.old_text else ""
         return f"{change.what}: {before}{change.new_text}"
     where = name_place(change.owners, change.phase)
     each = ", each" if len(change.owners) > 1 else ""
     if change.subject == "collective":
-        return f"{where}{each}: {change.what} {_describe_amounts(change)}"
+        amounts = _describe_amounts(change)
+        amounts = f"{amounts.partition(', ')[0]}, {amount}" if amount else amounts
+        return f"{where}{each}: {change.what} {amounts}"
     verb = f"{change.what}ed"
     if change.subject == "redistribution":
         verb = f"redistributed {change.what.replace('->', ' -> ')}"

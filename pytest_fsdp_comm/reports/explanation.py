@@ -54,7 +54,7 @@ _MOST_SUMMARIES: Final = 5
 # names the modules that it is about.
 _NAME: Final = r"(?:[^\s,:{}\[\]]|\{[^\s{}]*\})+"
 _NAMES: Final = re.compile(
-    rf"(?P<before>^(?:{_BREAKS})?(?:modules )?|\bof )"
+    rf"(?P<before>^(?:{_BREAKS})?(?:\w+: )?(?:modules )?|\bof )"
     rf"(?P<first>{_NAME})(?P<further>(?:, {_NAME})+)(?: and (?P<more>\d+) more)?"
     r"(?=:| (?!->))"
 )
@@ -272,7 +272,7 @@ def join_failures(failures: Mapping[str, Failure], *, command: str, test: str) -
 
     def is_repeated(entry: Statement) -> bool:
         subject = entry.text.partition(": ")[0]
-        return entry.value in trees and (subject == "mesh" or subject in texts)
+        return entry.value in trees and (subject.startswith("mesh") or subject in texts)
 
     for entries in named:
         entries.sort(key=lambda entry: (entry.is_effect, is_repeated(entry)))

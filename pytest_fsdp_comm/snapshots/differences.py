@@ -136,6 +136,11 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
         )
         - {axis for unit in after.values() for axis in (unit.shard_axis, unit.replicate_axis)},
         split_axes=_find_split_axes(old.parameters, new.parameters),
+        moved=frozenset(
+            name.rpartition(".")[0]
+            for name in old.parameters.keys() & new.parameters.keys()
+            if _list_shards(old.parameters[name]) != _list_shards(new.parameters[name])
+        ),
         unmanaged=frozenset(
             name.rpartition(".")[0]
             for name, facts in new.parameters.items()
@@ -149,12 +154,12 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
         },
         new_roots=new_roots(old, new),
         lost_root=lost_root(old, new),
-        prefetching=frozenset(
-            name
+        prefetching={
+            name: any(getattr(before[unit], name) for unit in units)
             for name in ("forward_prefetch", "backward_prefetch", "prefetch")
             for unit in units
             if getattr(before[unit], name) != getattr(after[unit], name)
-        ),
+        },
         is_other_dtype=any(
             was.dtype != now.dtype for pairs in parameters.values() for was, now in pairs
         ),
@@ -176,9 +181,14 @@ def _find_split_axes(
     """Return the axes over which both trees shard a parameter of a module in the same way."""
     axes: defaultdict[str, frozenset[str]] = defaultdict(frozenset)
     for name in old.keys() & new.keys():
-        same = {*old[name].placements} & {*new[name].placements}
-        axes[name.rpartition(".")[0]] |= {axis for axis, how in same if how.startswith("Shard")}
+        same = _list_shards(old[name]) & _list_shards(new[name])
+        axes[name.rpartition(".")[0]] |= {axis for axis, _ in same}
     return axes
+
+
+def _list_shards(facts: ParameterFacts) -> set[tuple[str, str]]:
+    """Return the axes over which a parameter is sharded, with the placements."""
+    return {(axis, how) for axis, how in facts.placements if how.startswith("Shard")}
 
 
 def _list_trainable_modules(

@@ -129,12 +129,31 @@ def fold_fqns(fqns: Iterable[str]) -> tuple[str, ...]:
     return tuple(pattern for _, pattern in sorted(folded, key=lambda entry: entry[0]))
 
 
-def name_owners(owners: Iterable[str | None], *, most: int = 3) -> str:
-    """List owners (None for no module) as patterns: ``(root), layers.{0..3} and 2 more``."""
-    names = list(owners)
-    patterns = [*fold_fqns(name for name in names if name is not None)]
-    patterns += [NO_MODULE] if None in names else []
-    return join_first(patterns, most)
+def name_owners(owners: Iterable[str | None], *, most: int = 3, noun: str = "modules") -> str:
+    """List owners (None for no module) as patterns: ``(root), layers.{0..3} and 2 more``.
+
+    If there are many patterns, name what contains them: ``12 modules in student, teacher``.
+    """
+    listed = list(owners)
+    names = [name for name in listed if name is not None]
+    outside = [NO_MODULE] if None in listed else []
+    patterns = [*fold_fqns(names), *outside]
+    if len(patterns) <= 2 * most:
+        return join_first(patterns, most)
+    return " and ".join([name_containers(names, most=most, noun=noun), *outside])
+
+
+def name_containers(names: Sequence[str], *, most: int, noun: str) -> str:
+    """Count the names, and list at most `most` patterns of modules that contain them."""
+    # A unit of several modules joins their names.
+    modules = [part for name in names for part in name.split("+")]
+    while len(folded := fold_fqns(modules)) > most and any(modules):
+        deepest = max(name.count(".") for name in modules)
+        modules = [
+            name.rpartition(".")[0] if name.count(".") == deepest else name for name in modules
+        ]
+    where = f"in {', '.join(folded)}" if any(modules) else "of the model"
+    return f"{len(names)} {noun} {where}"
 
 
 def _split_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:

@@ -10,7 +10,7 @@ from itertools import chain
 from math import prod
 from typing import Final, TypeVar
 
-from pytest_fsdp_comm.comm.mesh import merge_axes, show_mesh
+from pytest_fsdp_comm.comm.mesh import merge_axes, name_mesh_change, show_mesh
 from pytest_fsdp_comm.text.fqn import expand, fold_fqns, natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
 from pytest_fsdp_comm.tree.profile import (
@@ -107,7 +107,7 @@ def _compare_common_ranks(
         merge_axes(chain.from_iterable(tree.mesh_axes for tree in at.trees.values()))
         for at in (old, new)
     )
-    mesh_changes = _diff_fact("mesh", was, now, show_mesh)
+    mesh_changes = _diff_fact(name_mesh_change(was, now), was, now, show_mesh)
     yield from mesh_changes
     before, after = (
         {
@@ -165,7 +165,9 @@ def compare_trees(
     problems = _TRAINING if not is_carried else tuple({*_TRAINING} - {_NOT_MANAGED})
     return (
         *_diff_fact("world_size", old.world_size, new.world_size),
-        *_diff_fact("mesh", old.mesh_axes, new.mesh_axes, show_mesh),
+        *_diff_fact(
+            name_mesh_change(old.mesh_axes, new.mesh_axes), old.mesh_axes, new.mesh_axes, show_mesh
+        ),
         *(
             replace(change, likely=likely) if change.what == _NEW_ROOT else change
             for change in _compare_named_facts("units", *units, _describe_unit_changes, problems)

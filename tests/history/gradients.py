@@ -151,7 +151,7 @@ def head_reduced_for_each_chunk(changed):
     happened="A setting produced shards of one rank. FSDP1 then treated HYBRID_SHARD as "
     "NO_SHARD and reduced over that rank only, so the ranks trained separate models.",
     first="breaks training: gradients of (root), layers.{0..1} are no longer reduced over replicate and shard (was 6 calls, 36.5 KiB per rank)",
-    tree="mesh: replicate=2 stride 2, shard=2 stride 1 -> shard=1",
+    tree="mesh axes in use: replicate=2 stride 2, shard=2 stride 1 -> shard=1",
     more={"all_gather": -5, "reduce_scatter": -3},  # 3 units, of which the root is kept
 )
 def a_shard_of_one_rank(changed):
@@ -165,7 +165,7 @@ def a_shard_of_one_rank(changed):
     happened="The parallelizer of experts built a mesh with only the shard axis. Replicas no "
     "longer exchanged gradients.",
     first="breaks training: gradients of (root), layers.{0..2} are no longer reduced over replicate (was 4 calls, 17.2 KiB per rank)",
-    tree="mesh: replicate=2 stride 2, shard=2 stride 1 -> shard=2 stride 1",
+    tree="mesh axes in use: replicate=2 stride 2, shard=2 stride 1 -> shard=2 stride 1",
     more={"all_reduce": -4},
 )
 def replicas_lost_from_the_mesh(changed):

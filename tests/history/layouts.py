@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import (
     happened="The code built the mesh for hybrid sharding before the process group existed. "
     "Without an error, parameters were sharded over all ranks.",
     cost="Shards over 16 ranks on two nodes instead of over 8 on one.",
-    first="mesh: replicate=2 stride 2, shard=2 stride 1 -> dp=4 stride 1",
-    tree="mesh: replicate=2 stride 2, shard=2 stride 1 -> dp=4 stride 1",
+    first="mesh axes in use: replicate=2 stride 2, shard=2 stride 1 -> dp=4 stride 1",
+    tree="mesh axes in use: replicate=2 stride 2, shard=2 stride 1 -> dp=4 stride 1",
     more={"all_reduce": -4},
 )
 def hybrid_fell_back_to_all_ranks(changed):

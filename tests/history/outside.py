@@ -43,8 +43,8 @@ GATHERED = "full_tensor() or redistribute(), by an optimizer that needs whole ma
     "huggingface/transformers/pull/46113",
     happened="To clip gradients, each rank gathered all of them.",
     cost="60 GB per rank for a 30B model, and out of memory on 80 GB.",
-    first="embed, head, layers.{0..2}.attention.key and 9 more: full gradients gathered outside "
-    "forward and backward: +30 calls, +34.4 KiB",
+    first="30 modules of the model: full gradients gathered outside forward and backward: +30 calls, "
+    "+34.4 KiB",
     likely=GATHERED,
     more={"all_gather": 30, "all_reduce": -1},  # 9 gradients a layer, embedding, norm, head
 )
@@ -82,7 +82,7 @@ def metrics_gathered_in_each_step(changed):
     "thu-ml/Causal-Forcing/pull/20",
     "TencentARC/RollingForcing/pull/15",
     happened="Each step gathered all parameters to update their moving averages.",
-    first="layers.{0..1} outside forward and backward, each: all_gather[world] 0 -> 1 (+1), 0 -> 10.1 KiB per rank",
+    first="(root), layers.{0..1} outside forward and backward, each: all_gather[world] 0 -> 1 (+1), 4.1 KiB to 10.1 KiB per rank",
     more={"all_gather": 3},
 )
 def averages_of_whole_parameters(changed):

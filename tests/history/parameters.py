@@ -187,7 +187,7 @@ def head_freed_before_its_backward(changed):
     happened="To train adapters, each micro-batch gathered a frozen backbone that fits into "
     "memory.",
     first="layers.{0..1} sharded instead of replicated: parameters gathered, gradients reduce-scattered",
-    tree="mesh: replicate=4 stride 1, shard=1 -> dp=4 stride 1",
+    tree="mesh axes in use: replicate=4 stride 1, shard=1 -> dp=4 stride 1",
     # 3 units in forward and 2 in backward, for each of 4 micro-batches.
     more={"all_gather": 20, "reduce_scatter": 2, "all_reduce": -2},
 )

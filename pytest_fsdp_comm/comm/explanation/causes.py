@@ -331,7 +331,7 @@ def _find_prefetch_causes(explanation: Explanation, recordings: Recordings) -> I
             later = set()
         call, changed = f"set_modules_to_{phase}_prefetch", f"{phase}_prefetch"
         trees = recordings.trees
-        if later == {True} and (trees is None or {changed, "prefetch"} & trees.prefetching):
+        if later == {True} and (trees is None or {changed, "prefetch"} & trees.prefetching.keys()):
             # If every unit is a root, no unit prefetches another.
             is_root_called = count_acts(recordings.new, phase, "reshard")[ROOT_FQN]
             has_root = trees or phase is Phase.FORWARD or is_root_called
@@ -341,7 +341,8 @@ def _find_prefetch_causes(explanation: Explanation, recordings: Recordings) -> I
         elif trees is None and later == {True, False}:
             yield Cause(text=f"{call} lists different modules, or modules run in a different order")
         elif trees is not None and changed in trees.prefetching and (distances or has_leftovers):
-            yield Cause(text=f"{call} lists different modules, as the tree shows")
+            how = "lists different modules" if trees.prefetching[changed] else "is now called"
+            yield Cause(text=f"{call} {how}, as the tree shows")
 
 
 def _find_ddp_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:

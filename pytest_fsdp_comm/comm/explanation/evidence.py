@@ -48,6 +48,8 @@ class Evidence:
     """Axes over which parameters are placed, but not by the units that manage them."""
     split_axes: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """For each module, the axes over which both trees shard one of its parameters alike."""
+    moved: frozenset[str] = frozenset()
+    """Modules with a parameter that is sharded otherwise now."""
     unmanaged: frozenset[str] = frozenset()
     """Modules with trainable parameters that no unit manages now."""
     carried_elements: int = 0
@@ -57,8 +59,9 @@ class Evidence:
     new_roots: frozenset[str] = frozenset()
     lost_root: str = ""
     """The text of `tree.profile.lost_root`: why units became roots."""
-    prefetching: frozenset[str] = frozenset()
-    """Names of the prefetch fields of `tree.profile.UnitFacts` that changed for some unit."""
+    prefetching: Mapping[str, bool] = field(default_factory=dict)
+    """The prefetch fields of `tree.profile.UnitFacts` that changed for some unit, and whether any
+    unit had one before."""
     is_other_dtype: bool = False
     is_other_policy: bool = False
     """Whether the mixed precision of a unit changed."""

@@ -211,6 +211,8 @@ class ReducedTimes(_OfGradients):
             elif often > passes > 0 or not passes:
                 each = "in each micro-batch, or in several backwards of one forward"
         loss = ", or another loss reaches them too, and should not" * self.has_others
+        if self.is_sharded and self.has_others:
+            return f"reduced {each}: {call} does not reach these units (e.g. recurse=False){loss}"
         return f"{steps}reduced {each}: {switch} for all micro-batches but the last{loss}"
 
 

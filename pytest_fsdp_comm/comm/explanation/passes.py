@@ -70,11 +70,12 @@ class AxisUsed(Replaced):
                 yield from cls.propose_copied_rows(between, keys, is_added=is_added, axis=axis)
 
     def describe(self, recordings: Recordings) -> str:
+        who = name_modules(self.owners)
         if not self.is_added:
-            return f"no more collectives over {self.axis}"
+            is_of_all = {row.owner for row in recordings.renamed.collectives} <= {*self.owners}
+            return f"{'' if is_of_all else f'{who}: '}no more collectives over {self.axis}"
         # Do not subtract replaced rows: they have this axis only because it was renamed.
         calls = describe_calls(self, recordings, lambda key, _: key.axis == self.axis, is_new=True)
-        who = name_modules(self.owners)
         return add_calls(f"{who}: new collectives over {self.axis}, which had none before", calls)
 
 
@@ -309,7 +310,9 @@ class PhaseUsed(Replaced):
         if not self.is_added:
             return f"no more collectives in {where}{forward}"
         calls = describe_calls(self, recordings, lambda key, _: key.phase in self.phases)
-        return add_calls(f"new collectives in {where}{forward}", calls)
+        kinds = name_operations(self)
+        new = "new collectives" if ", " in kinds else f"new {kinds}"
+        return add_calls(f"{new} in {where}{forward}", calls)
 
     def find_cause(self, recordings: Recordings) -> str:
         if not self.has_norms:
@@ -424,10 +427,12 @@ class Redistributed(Replaced):
 
     def find_cause(self, recordings: Recordings) -> str:
         is_by_plan = self.phase is Phase.FORWARD and None not in self.owners
-        # The layouts of a new module are intended.
+        # The layouts of a new module are intended, and other placements are the cause themselves.
         trees = recordings.trees
-        is_new = trees is not None and not trees.old_modules.issuperset(self.owners)
-        if is_new or not (self.is_added and is_by_plan):
+        is_shown = trees is not None and (
+            not trees.old_modules.issuperset(self.owners) or not trees.moved.isdisjoint(self.owners)
+        )
+        if is_shown or not (self.is_added and is_by_plan):
             return ""
         return (
             "the module's layouts in the parallelize_module plan no longer match those of the "
@@ -619,7 +624,12 @@ class GatheredInFull(Replaced):
             return (
                 "full_tensor() or redistribute() of partial results, such as norms or sums to log"
             )
-        where = "a full state dict (e.g. for a checkpoint), or a DTensor that is printed or logged"
+        # The states of an optimizer have no role.
+        example = "" if self.roles else "the optimizer's, "
+        where = (
+            f"a full state dict (e.g. {example}for a checkpoint), or a DTensor that is printed or "
+            "logged"
+        )
         if self.roles == Role.GRADIENTS:
             where = "by an optimizer that needs whole matrices, by clipping or by logging"
         if self.phase is Phase.FORWARD:

@@ -231,7 +231,9 @@ class SplitOff(Replaced):
 
     def describe(self, recordings: Recordings) -> str:
         parts = name_modules(self.modules)
-        parents = f"unit{'s' * (len(self.parents) > 1)} {name_owners(self.parents)}"
+        parents = name_owners(self.parents, noun="units")
+        if not parents[0].isdigit():
+            parents = f"unit{'s' * (len(self.parents) > 1)} {parents}"
         if not self.is_added:
             return f"{parts} merged into {parents}"
         times = f", gathered {self.times} times in forward" if self.times else ""

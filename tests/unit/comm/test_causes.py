@@ -8,6 +8,7 @@ import pytest
 from sample_profiles import (
     BACKWARD,
     NBYTES,
+    accumulated,
     changed,
     counted,
     frozen,
@@ -196,6 +197,66 @@ def not_ahead(old):
 )
 def test_unchanged_lists_are_no_cause(new_tree, said):
     assert [text.partition(" (")[0] for text in texts(not_ahead, new_tree)] == said
+
+
+def with_later_gathers(old):
+    """The first layer is no longer prefetched, and the last one even earlier."""
+    ahead = {"layers.0": 0, "layers.2": 2}
+
+    def change(one):
+        if one.what != "all_gather" or one.phase is not BACKWARD or one.owner not in ahead:
+            return one
+        return replace(one, calls=tuple(replace_fields(one.calls, ahead=ahead[one.owner])))
+
+    return changed(old, change)
+
+
+@pytest.mark.parametrize(
+    ("before", "how"), [((), "is now called"), (("layers.2",), "lists different modules")]
+)
+def test_a_first_list_of_modules_is_a_new_call(before, how):
+    old_tree, new_tree = (
+        tree(layers_1={"backward_prefetch": listed}) for listed in (before, ("layers.0",))
+    )
+    evidence = tree_evidence(old_tree, new_tree)
+    comparison = compare(profile(), with_later_gathers(profile()), evidence=evidence)
+    assert [cause.text for cause in comparison.causes] == [
+        f"set_modules_to_backward_prefetch {how}, as the tree shows"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("new_tree", "is_said"),
+    [
+        (tree(), True),
+        (tree(layers_2_weight={"placements": (("tp", "Shard(1)"),)}), True),
+        (tree(layers_1_weight={"placements": (("tp", "Replicate()"),)}), True),
+        (tree(layers_1_weight={"placements": (("tp", "Shard(1)"),)}), False),
+    ],
+)
+def test_other_shards_of_its_parameters_explain_a_redistribution(new_tree, is_said):
+    moved = [
+        counted("redistribution", Phase.FORWARD, "layers.1", "(Partial(sum))->(Replicate())"),
+        row(Phase.FORWARD, "layers.1", "all_reduce", 64, axis="tp"),
+    ]
+    tensor_parallel = profile(tensor_parallel=True)
+    evidence = tree_evidence(tree(), new_tree)
+    new = profile(tensor_parallel=True, extra=[moved])
+    comparison = compare(tensor_parallel, new, evidence=evidence)
+    assert any("parallelize_module" in cause.text for cause in comparison.causes) is is_said
+
+
+@pytest.mark.parametrize("is_of_all", [True, False])
+def test_reductions_of_some_units_are_not_reached_by_the_call(is_of_all):
+    def change(one):
+        is_counted = one.what == "reduce_scatter" and (is_of_all or one.owner)
+        calls = (replace(call, count=4) for call in one.calls)
+        return replace(one, calls=tuple(calls)) if is_counted else one
+
+    old = accumulated(profile())
+    (cause,) = compare(old, changed(old, change)).causes
+    reaches = "set_requires_gradient_sync(False) does not reach these units (e.g. recurse=False)"
+    assert (reaches in cause.text) is not is_of_all
 
 
 @pytest.mark.parametrize("into", [True, False])

@@ -72,7 +72,7 @@ def test_world_mesh_and_reshards_are_compared():
     changes = compare(old, new).changes
     assert [(change.subject, change.what) for change in changes] == [
         ("frame", "world_size"),
-        ("frame", "mesh"),
+        ("frame", "mesh axes in use"),
         ("reshard", "reshard"),
         ("redistribution", "x->y"),
     ]
@@ -205,6 +205,39 @@ def test_new_gathers_of_layers_are_one_change():
         assert len(compare(old, after).changes) == 1
     other = [row(FORWARD, owner, "all_gather", calls=(calls(),)) for owner in LAYERS]
     assert len(compare(profile(*new), profile(*other)).changes) == len(LAYERS) - 1
+
+
+NORMS = ("a", "b", "c")
+
+
+def norms(kinds=("all_reduce",) * 3, *, phases=(FORWARD,) * 3, counts=(1, 1, 1), dtype="float32"):
+    rows = zip(phases, NORMS, kinds, counts, strict=True)
+    return [
+        row(phase, owner, kind, count, 64 * 4**number * count, dtype=dtype)
+        for number, (phase, owner, kind, count) in enumerate(rows)
+    ]
+
+
+def test_new_or_lost_calls_of_different_sizes_share_a_line():
+    sums = "a, b, c in forward, each: all_reduce[dp]"
+    both = profile(), profile(*norms())
+    assert change_lines(rendered(*both)) == (f"{sums} 0 -> 1 (+1), 64 B to 1.0 KiB per rank",)
+    lost = rendered(*reversed(both))
+    assert change_lines(lost) == (f"{sums} 1 -> 0 (-1), 64 B to 1.0 KiB per rank",)
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        norms(("all_reduce", "broadcast", "all_gather")),
+        norms(phases=(FORWARD, BACKWARD, Phase.OPTIMIZER)),
+        norms(counts=(1, 2, 3)),
+        [norms(dtype=dtype)[at] for at, dtype in enumerate(("int32", "float32", "bfloat16"))],
+    ],
+    ids=["kinds", "phases", "counts", "dtypes"],
+)
+def test_new_calls_that_differ_otherwise_have_own_lines(new):
+    assert len(change_lines(rendered(profile(), profile(*new)))) == 3
 
 
 def test_lost_size_is_not_reported_as_0_bytes():

@@ -335,6 +335,26 @@ def test_ddp_to_hsdp_names_all_gathered_units():
     }
 
 
+def test_modules_that_leave_an_axis_are_named():
+    """As if the unit around a module now gathered its parameters, over all ranks."""
+    experts = [replace(one, axis="shard") if one.axis else one for one in unit("a.experts", 64)]
+    old = made([*unit("", kept=True), *unit("a", 128), *experts])
+    # Each rank had its own experts, whose gathers were smaller.
+    new = made([*unit("", kept=True), *unit("a", 128 + 4 * 64)])
+    assert "a.experts: no more collectives over shard" in describe_steps(old, new)
+
+
+def test_a_phase_names_the_only_kind_of_its_collectives():
+    def described(*kinds):
+        sent = [row(Phase.OPTIMIZER, None, kind, 64) for kind in kinds]
+        return describe_steps(profile(), profile(extra=[sent]))
+
+    assert described("broadcast") == [
+        "new broadcast[dp] in the optimizer, forward unchanged: 1 call of 64 B"
+    ]
+    assert described("broadcast", "all_reduce")[0].startswith("new collectives in the optimizer")
+
+
 def test_added_units_are_proposed_together():
     """The root becomes a unit only once its reductions by DDP are removed."""
     ddp = made([row(BACKWARD, "", "all_reduce", 768, "gradients", axis="world")])

@@ -196,6 +196,8 @@ def test_line_that_is_cut_keeps_phase_kind_and_place():
     [
         ("gradients of a, b.{0,1} and 3 more are gone", 33, "gradients of a and 4 more are..."),
         ("breaks training: a.x, b.x: gone", 29, "breaks training: a.x and 1 more: gone"),
+        ("tree: a.x, b.x: Shard(0) -> Shard(1)", 33, "tree: a.x and 1 more: Shard(0)..."),
+        ("mesh: dp=2 stride 2, tp=2 stride 1 -> dp=4", 30, "mesh: dp=2 stride 2, tp=2..."),
         ("modules 0, {2,4}, 6 in forward: all_gather[dp] x", 40, "modules 0 and 2 more in forward"),
         # The sentence names the kind further back.
         (

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pytest_fsdp_comm.text.fqn import escape, expand, fold_fqns, natural_key, unescape
+from pytest_fsdp_comm.text.fqn import (
+    escape,
+    expand,
+    fold_fqns,
+    name_owners,
+    natural_key,
+    unescape,
+)
 
 TRICKY = ["{", "}", "..", " ", "\t", "\n", "\\", "+", "#", "(root)", "{0..3}", "\\x20", "\ud800"]
 SEGMENTS = st.one_of(
@@ -62,6 +69,22 @@ def test_folding_partitions_the_names(fqns):
 def test_numbered_siblings_fold_into_patterns(fqns, patterns):
     assert list(fold_fqns(fqns)) == patterns
     assert sorted(fqn for pattern in patterns for fqn in expand(pattern)) == sorted({*fqns})
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["", "a.0", "a.1"], "(root), a.{0..1}"),
+        (list("abcdef"), "a, b, c and 3 more"),
+        (list("abcdefg"), "7 modules of the model"),
+        ([f"{top}.{name}" for top in "ab" for name in "pqrs"], "8 modules in a, b"),
+        (["", *(f"a.{name}.{name}" for name in "pqrstu")], "7 modules in (root), a"),
+        ([None, *(f"a.{name}" for name in "pqrstu")], "6 modules in a and (no-module)"),
+        (["a+b", *(f"a.{name}" for name in "pqrstu")], "7 modules in a, b"),
+    ],
+)
+def test_many_patterns_are_named_by_what_contains_them(names, text):
+    assert name_owners(names) == text
 
 
 def test_100_000_siblings_are_one_pattern():
