@@ -157,6 +157,9 @@ ALIKE = {
     "torch.compile of blocks of FSDP2",
     "a compiled model around FSDP2",
     "functional collectives",
+    # Tested with inductor, too.
+    "a compiled model with TP",
+    "a compiled step",
 }
 
 
