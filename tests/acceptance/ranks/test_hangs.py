@@ -6,7 +6,7 @@ All hangs run once, in sessions side by side, whose reports are read test by tes
 import re
 
 import pytest
-from torch_facts import needs_flight_recorder
+from torch_facts import HAS_FLIGHT_RECORDER, needs_flight_recorder
 
 from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
@@ -50,7 +50,7 @@ def test_ended_early(dist_info):
     if dist_info.rank != 2:
         dist.all_reduce(torch.ones(4))
 
-@pytest.mark.distributed(world_size=4, timeout_s=1000)  # it ends much earlier
+@pytest.mark.distributed(world_size=4, timeout_s={compares_s})
 def test_compares(dist_info, comm_mode):
     with comm_mode:
         dist.all_reduce(torch.ones(4))
@@ -203,7 +203,10 @@ def reports(tmp_path_factory, _warm_starter):
     """The failure of each test, with line numbers and seconds replaced by ``N``."""
     project = tmp_path_factory.mktemp("hangs")
     limit_s = extend_under_load(4)
-    (project / "test_it.py").write_text(SOURCE.replace("{timeout_s}", str(limit_s)))
+    # With torch's flight recorder, it ends much earlier.
+    compares_s = 1000 if HAS_FLIGHT_RECORDER else limit_s
+    source = SOURCE.replace("{timeout_s}", str(limit_s)).replace("{compares_s}", str(compares_s))
+    (project / "test_it.py").write_text(source)
     (project / "conftest.py").write_text(CONFTEST)
     (project / "pytest.ini").write_text("[pytest]\n")
     names = re.findall(r"^def (test_\w+)", SOURCE, re.MULTILINE)
@@ -349,17 +352,13 @@ rank 1 is at (innermost frame first):
 }
 
 
+NEED_RECORDER = {"compares", "different", "in_a_model", "parted"}
 WITH_RECORDER = [pytest.mark.upstream, needs_flight_recorder]
 
 
 @pytest.mark.parametrize(
     "test",
-    [
-        pytest.param(
-            test, marks=WITH_RECORDER if test in {"different", "in_a_model", "parted"} else ()
-        )
-        for test in REPORTS
-    ],
+    [pytest.param(test, marks=WITH_RECORDER if test in NEED_RECORDER else ()) for test in REPORTS],
 )
 def test_report_explains_each_hang(reports, test):
     assert REPORTS[test] in reports[test]
