@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -259,6 +259,13 @@ class _Side:
                 sizes[row.axis, row.what].add(call.nbytes // itemsize(call.dtype))
         return max(map(sum, sizes.values()), default=0)
 
+    def num_reduced(self, owner: Owner) -> int:
+        """Count a module's gradient elements, each as often as it is reduced."""
+        totals = Counter[tuple[str, str]]()
+        for row in chain.from_iterable(self.reduced.get(owner, {}).values()):
+            totals[row.axis, row.what] += count_elements(_list_gradient_calls(row))
+        return max(totals.values(), default=0)
+
     def acts(self, owner: Owner, phase: Phase) -> dict[tuple[RowKey, tuple[int, ...]], int]:
         """Count how often a unit is gathered and resharded in a phase."""
         return {(row.key, row.ranks): row.count for row in self.units[owner] if row.phase is phase}
@@ -484,7 +491,10 @@ class _Training:
             {call.nbytes // itemsize(call.dtype) for row in side.units[owner] for call in row.calls}
             for side in (self.old, self.new)
         )
-        is_less = 0 < self.new.num_gradients(owner) < self.old.num_gradients(owner)
+        # Several backwards may each reduce a different part.
+        is_less = 0 < self.new.num_gradients(owner) < self.old.num_gradients(
+            owner
+        ) and self.new.num_reduced(owner) < self.old.num_reduced(owner)
         is_frozen = trees is not None and owner in trees.frozen | trees.partly_frozen
         is_elsewhere = any(_is_related(owner, module) for module in self.grown)
         return old == new != set() and is_less and not (is_frozen or is_elsewhere)

@@ -560,3 +560,18 @@ def test_lost_gradients_do_not_cover_an_added_unit():
     (lost,) = compare(profile(), without(gathered(profile(), 0.5), *LAYERS)).training
     (added,) = compare(profile(), made([*profile().rows, *unit("aux")])).reported
     assert not lost.covers_step(added)
+
+
+@pytest.mark.parametrize(("factor", "is_fewer"), [(0.25, True), (0.5, False), (0.75, False)])
+def test_parts_of_a_unit_reduced_by_two_backwards_may_be_all(factor, is_fewer):
+    """As if each of two losses had a head of its own in the root."""
+
+    def change(one):
+        if one.phase is not BACKWARD or not role(one):
+            return one
+        one = times(one, 2)
+        return sized(one, factor) if role(one) == "gradients" and one.owner == "" else one
+
+    sentences = compare(profile(), changed(profile(), change)).sentences
+    assert any("fewer gradients of (root)" in line for line in sentences) is is_fewer
+    assert any("are reduced 1 -> 2 times per step" in line for line in sentences)
