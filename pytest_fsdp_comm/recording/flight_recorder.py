@@ -71,10 +71,11 @@ class Flight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's input tensors."""
+        """The message size, as in `events.Collective`: for an all-gather, of the result."""
         # Dtypes that torch does not export count as 0 bytes.
-        return sum(
-            count * getattr(getattr(torch, name, None), "itemsize", 0) for name, count in self.sent
+        return max(
+            sum(count * getattr(getattr(torch, name, None), "itemsize", 0) for name, count in side)
+            for side in (self.sent, self.received)
         )
 
 

@@ -347,8 +347,8 @@ def failure_lines(failure: Failure, *, everything: bool = False) -> tuple[str, .
         # Do not hide a single row, because "... and 1 more" would take up a line itself.
         if len(hidden) == 1 and num_kept > least:
             continue
-        noun = "changes" if {*hidden} <= {*_CHANGES, "rest"} else "lines"
-        more = [f"  ... and {len(hidden)} more {noun} (-vv)"] if hidden else []
+        noun = "change" if {*hidden} <= {*_CHANGES, "rest"} else "line"
+        more = [f"  ... and {show_count(len(hidden), f'more {noun}')} (-vv)"] if hidden else []
         if len(head) + num_kept + len(more) + len(tail) > MOST_LINES and num_kept > least:
             continue
         room = MOST_CHARACTERS - sum(map(len, (*head, *more, *tail)))

@@ -242,9 +242,10 @@ def _make_section_data(
     }
     if isinstance(new, CommProfile):
         # Without a snapshot, compare the recording with itself.
-        sides = comparable(old if isinstance(old, CommProfile) else new, new)
+        snapshot = old if isinstance(old, CommProfile) else new
+        sides = comparable(snapshot, new)
         section |= {
-            "rows": side_rows(*sides),
+            "rows": side_rows(snapshot, new),
             "cost": cost_of_change(*sides),
             "modules": module_table(*sides),
         }

@@ -10,7 +10,14 @@ from typing import Final, Literal, TypeAlias
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.cost import Cost, PartCost
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.profile import SUBJECTS, CommProfile, Row, RowKey, restrict
+from pytest_fsdp_comm.comm.profile import (
+    SUBJECTS,
+    CommProfile,
+    Row,
+    RowKey,
+    comparable,
+    restrict,
+)
 from pytest_fsdp_comm.text.fqn import NO_MODULE, ROOT_TEXT, fold_fqns, natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import show_growth, show_nbytes
@@ -44,14 +51,30 @@ class SideRow:
         return "changed" if self.before and self.after else "new" if self.after else "removed"
 
 
-def side_rows(old: CommProfile, new: CommProfile) -> list[SideRow]:
-    """Pair the rows of two comparable profiles; in each phase, differing rows come first."""
+def side_rows(snapshot: CommProfile, recording: CommProfile) -> list[SideRow]:
+    """Pair what is compared of two profiles; in each phase, differing rows come first.
+
+    Rows that differ also show in which backwards the snapshot has the calls.
+    """
+    old, new = comparable(snapshot, recording)
+    complete = {
+        (row.owner, row.key, row.ranks): row
+        for row in snapshot.rows
+        if any(call.backwards for call in row.calls)
+    }
+    differing = {
+        (row.owner, row.key)
+        for side, other in ((old, new), (new, old))
+        for row in {*side.rows} - {*other.rows}
+    }
     places: defaultdict[tuple[str | None, RowKey], tuple[list[str], list[str]]]
     places = defaultdict(lambda: ([], []))
     # Add new rows first, so that removed rows come last among the rows of their kind.
     for side, profile in ((1, new), (0, old)):
         for row in profile.rows:
-            places[row.owner, row.key][side].append(_show_row_calls(row))
+            is_old = side == 0 and (row.owner, row.key) in differing
+            shown = complete.get((row.owner, row.key, row.ranks), row) if is_old else row
+            places[row.owner, row.key][side].append(_show_row_calls(shown))
     # Modules with the same calls before, and the same calls after, share a row.
     owners_of: defaultdict[tuple[RowKey, str, str], list[str | None]] = defaultdict(list)
     for (owner, key), (before, after) in places.items():
@@ -119,8 +142,13 @@ def cost_rows(cost: Cost) -> list[CostRow]:
     for label, part in volumes:
         sides = (show_nbytes(side.nbytes, side.unsized) for side in (part.before, part.after))
         rows.append(row(label, part.before.nbytes, part.after.nbytes, *sides))
-    old, new = cost.peak_before, cost.peak_after
-    return [*rows, row("peak gathered", old, new, show_nbytes(old), show_nbytes(new))]
+    for label, old, new in (
+        ("exposed", cost.exposed_before, cost.exposed_after),
+        ("peak gathered", cost.peak_before, cost.peak_after),
+    ):
+        if old or new or label != "exposed":  # real ranks do not record overlap
+            rows.append(row(label, old, new, show_nbytes(old), show_nbytes(new)))
+    return rows
 
 
 # A column of the table: an axis and a phase.

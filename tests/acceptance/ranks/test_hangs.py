@@ -243,7 +243,7 @@ REPORTS = {
     "missing": """\
 ranks 0-3 did not finish within N s; all ranks were stopped.
 all wait for rank 3, which is at test_it.py:N in test_missing: time.sleep(1000)
-ranks 0-2 wait in all_gather #3 of world (16 B) at test_it.py:N in test_missing
+ranks 0-2 wait in all_gather #3 of world (64 B) at test_it.py:N in test_missing
 rank 3 never called it (its last call on world was all_reduce #2), and is at test_it.py:N in \
 test_missing: time.sleep(1000)
 """,
@@ -269,7 +269,7 @@ ranks 2-3 wait in broadcast #1 of world (16 B) at test_it.py:N in test_different
   the collectives differ: all ranks must call the same one as #1 of world
 """,
     "in_a_model": """\
-rank 2 waits in all_gather #2 of shard for layers.1 (144 B) at test_it.py:N in forward
+rank 2 waits in all_gather #2 of shard for layers.1 (288 B) at test_it.py:N in forward
 rank 3 never called it (its last call on shard was all_gather #1), and is at test_it.py:N in late: \
 time.sleep(1000)
 """,
@@ -283,7 +283,7 @@ test_unnamed
 rank 0 never called it
 """,
     "post_forward": """\
-rank 2 waits in all_gather #1 of dp.post_forward (ranks 2-3, torch's N) for layers.1 (144 B) at \
+rank 2 waits in all_gather #1 of dp.post_forward (ranks 2-3, torch's N) for layers.1 (288 B) at \
 test_it.py:N in test_post_forward
 rank 3 never called it, and is at test_it.py:N in test_post_forward: time.sleep(1000)
 """,
@@ -337,7 +337,7 @@ rank 2 was stopped while formatting its failure report; its failure is at:
     "parted": """\
 ranks 0-3 did not finish within N s; all ranks were stopped.
 ranks diverged at #1 of shard: called on rank 0 for layers.0, on rank 1 for layers.1
-rank 0 waits in all_gather #3 of shard for layers.1 (144 B) at test_it.py:N in test_parted
+rank 0 waits in all_gather #3 of shard for layers.1 (288 B) at test_it.py:N in test_parted
 """,
     "sizes": """\
 rank 3 waits in all_reduce #1 of world (32 B) at test_it.py:N in test_sizes

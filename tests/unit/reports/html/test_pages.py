@@ -17,8 +17,10 @@ from report_values import (
     with_overlap,
 )
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.cost import cost_of_change
-from pytest_fsdp_comm.comm.events import Beside
+from pytest_fsdp_comm.comm.events import Beside, Phase
+from pytest_fsdp_comm.comm.profile import CommProfile, Row
 from pytest_fsdp_comm.reports.ci.outcomes import Origin
 from pytest_fsdp_comm.reports.explanation import Failure, Statement
 from pytest_fsdp_comm.reports.html import pages
@@ -443,6 +445,21 @@ def test_before_and_after_are_marked_in_words():
     assert {row.mark for row in fewer} == {"removed", "same"}
 
 
+def test_before_says_in_which_backwards_gradients_were_reduced():
+    def reduced(backwards):
+        calls = Calls(nbytes=64, dtype="float32", role="gradients", count=1, backwards=backwards)
+        row = Row(phase=Phase.BACKWARD, owner="a", what="reduce_scatter", axis="dp", calls=(calls,))
+        return CommProfile(world_size=2, mesh_axes=(), rows=(row,))
+
+    last, first = reduced("the last of 2 backwards"), reduced("the first of 2 backwards")
+    (row,) = side_rows(last, first)
+    assert row.before.endswith(" in the last of 2 backwards")
+    assert row.after.endswith(" in the first of 2 backwards")
+    # It is not compared, so equal rows do not show it.
+    (row,) = side_rows(last, reduced("the last of 4 backwards"))
+    assert (row.mark, row.before) == ("same", "x1 of 64 B float32 gradients")
+
+
 def test_only_modules_that_differ_are_marked():
     old, new = record_step(2), record_step(3)
     assert differing_modules(side_rows(profile_of(old), profile_of(new))) == {"layers.2"}
@@ -458,6 +475,11 @@ def test_cost_table_has_growth_only_if_changed():
     assert (rows["bytes on tp"].before, rows["bytes on tp"].after) == ("1.0 KiB", "2.0 KiB")
     assert rows["bytes on tp"].change == "+100 %"
     assert rows["peak gathered"].change == ""
+    # Of real ranks, nobody knows what is exposed.
+    assert "exposed" not in rows
+    exposed = replace(cost, exposed_before=KIB, exposed_after=3 * KIB)
+    (row,) = [row for row in cost_rows(exposed) if row.label == "exposed"]
+    assert (row.before, row.after, row.change) == ("1.0 KiB", "3.0 KiB", "x3.0")
 
 
 def test_page_without_snapshot_has_rows_and_ranks():
