@@ -4,11 +4,14 @@ import json
 import pathlib
 import shutil
 
+import pytest
+
 from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 TESTS = pathlib.Path(__file__).parents[1]
 
 
+@pytest.mark.release
 def test_real_axis_ranks_record_same_as_gloo(pytester):
     for name in ("oracle.py", "models.py", "texts.py", "torch_facts.py", "conftest.py"):
         shutil.copy(TESTS / name, pytester.path)

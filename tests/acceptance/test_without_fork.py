@@ -86,7 +86,7 @@ def no_fork(pytester):
     [
         pytest.param((), marks=pytest.mark.release),
         pytest.param(("-n", "2"), marks=pytest.mark.release),
-        ("--comm-report=report",),
+        pytest.param(("--comm-report=report",), marks=pytest.mark.release),
     ],
 )
 def test_without_fork_only_distributed_tests_fail(no_fork, pytester, arguments):

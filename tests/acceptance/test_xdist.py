@@ -280,7 +280,7 @@ def test_two_workers_never_share_a_gpu(run, pytester, monkeypatch):
         pytest.param(("--dist", "load"), marks=pytest.mark.upstream),
         pytest.param(("--dist", "worksteal"), marks=pytest.mark.release),
         pytest.param(("--dist", "no"), marks=pytest.mark.release),
-        ("--dist", "each"),
+        pytest.param(("--dist", "each"), marks=pytest.mark.release),
     ],
     ids=lambda arguments: arguments[1],
 )

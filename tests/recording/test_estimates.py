@@ -96,6 +96,7 @@ def run(comm_mode, mesh, name):
 """
 
 
+@pytest.mark.release
 def test_simulated_estimate_equals_real_one(pytester, request):
     pytester.makepyfile(test_it=PROJECT)
     pytester.makeini(f"[pytest]\npythonpath = {request.path.parent} {request.path.parents[1]}\n")

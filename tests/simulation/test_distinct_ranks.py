@@ -140,6 +140,7 @@ def rows(text):
     return {line for line in lines if not line.startswith(("ranks ", "total "))}
 
 
+@pytest.mark.release
 def test_nothing_of_all_ranks_is_lost(pytester):
     drawn = random.Random(16).sample(range(5, 60), 3)  # noqa: S311  # no secret
     sixteen = COMPARED.replace("4096", "16").replace("test_layout", "test_{vocabulary}")

@@ -114,6 +114,7 @@ def test_usual_imports_are_safe_to_fork(tmp_path, first):
     assert reason(tmp_path, code) == ""
 
 
+@pytest.mark.release
 @pytest.mark.upstream
 def test_a_thread_beside_torchs_pool_is_unsafe(tmp_path):
     code = f"import torch; torch.set_num_threads(4)\n{THREAD}\nstart_native()"

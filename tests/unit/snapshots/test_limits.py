@@ -184,6 +184,7 @@ def layers_of_experts(layers, experts):
     )
 
 
+@pytest.mark.release
 def test_read_100_layers_with_hundreds_of_experts(tmp_path):
     file = tmp_path / "x.comm"
     file.write_text(layers_of_experts(126, 256))
