@@ -314,7 +314,8 @@ def join_failures(failures: Mapping[str, Failure], *, command: str, test: str) -
 
 def _is_told(change: Statement | None, causes: str) -> bool:
     """Whether the causes of another change contain what a tree says about a module."""
-    return change is not None and change.text.partition(": ")[2] in causes
+    what = change.text.partition(": ")[2] if change is not None else ""
+    return bool(what) and what in causes
 
 
 def _add_name_to_statement(statement: Statement, name: str, label: str) -> Statement:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase
@@ -37,7 +37,10 @@ from pytest_fsdp_comm.comm.explanation.words import (
     name_times,
 )
 from pytest_fsdp_comm.comm.profile import RowKey
-from pytest_fsdp_comm.text.fqn import name_owners
+from pytest_fsdp_comm.text.fqn import fold_fqns
+from pytest_fsdp_comm.text.words import join_first
+
+_MAX_PARENTS: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,9 +234,8 @@ class SplitOff(Replaced):
 
     def describe(self, recordings: Recordings) -> str:
         parts = name_modules(self.modules)
-        parents = name_owners(self.parents, noun="units")
-        if not parents[0].isdigit():
-            parents = f"unit{'s' * (len(self.parents) > 1)} {parents}"
+        named = join_first(fold_fqns(self.parents), _MAX_PARENTS)
+        parents = f"unit{'s' * (len(self.parents) > 1)} {named}"
         if not self.is_added:
             return f"{parts} merged into {parents}"
         times = f", gathered {self.times} times in forward" if self.times else ""

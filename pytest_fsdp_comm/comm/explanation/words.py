@@ -32,7 +32,8 @@ _NUMBERS: Final = re.compile(r"[0-9{},.]+")
 def name_modules(owners: Collection[Owner], *, most: int = 3) -> str:
     """Name modules like `name_owners`, but put ``module`` before bare numbers."""
     text = name_owners(owners, most=most)
-    if not any(map(_NUMBERS.fullmatch, text.split(", "))):
+    is_counted = text.partition(" ")[2].startswith("modules ")
+    if is_counted or not any(map(_NUMBERS.fullmatch, text.split(", "))):
         return text
     return f"{'module' if len(owners) == 1 else 'modules'} {text}"
 

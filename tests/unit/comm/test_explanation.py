@@ -45,6 +45,7 @@ from pytest_fsdp_comm.comm.explanation.resharding import Freed
 from pytest_fsdp_comm.comm.explanation.search import explain
 from pytest_fsdp_comm.comm.explanation.states import Between, Pool, State
 from pytest_fsdp_comm.comm.explanation.units import Gathered
+from pytest_fsdp_comm.comm.explanation.words import name_modules
 from pytest_fsdp_comm.reports.changes import render_comparison
 
 # What may be told of each planted change.
@@ -342,6 +343,19 @@ def test_modules_that_leave_an_axis_are_named():
     # Each rank had its own experts, whose gathers were smaller.
     new = made([*unit("", kept=True), *unit("a", 128 + 4 * 64)])
     assert "a.experts: no more collectives over shard" in describe_steps(old, new)
+
+
+def test_a_parent_with_a_number_is_called_a_unit():
+    old = made([*unit("", kept=True), *unit("0", 192)])
+    new = made([*unit("", kept=True), *unit("0", 128), *unit("0.up", 64)])
+    (line,) = describe_steps(old, new)
+    assert line.startswith("0.up split off from unit 0")
+
+
+def test_many_modules_are_called_modules_once():
+    names = ["", *(f"{number}.{part}" for number in range(2) for part in "abcdef")]
+    assert name_modules(names) == "13 modules in (root), {0..1}"
+    assert name_modules(["0", "1.a"]) == "modules 0, 1.a"
 
 
 def test_a_phase_names_the_only_kind_of_its_collectives():

@@ -284,6 +284,25 @@ def test_second_change_precedes_tree_that_only_repeats_a_cause():
     ]
 
 
+def test_two_recordings_share_the_first_lines():
+    """Their changes may have no subject that a cause could repeat."""
+    one, other = (
+        replace(
+            comm(0),
+            statements=tuple(
+                Statement(severity="change", text=f"calls of {name} {at}", causes=("a loop",))
+                for at in range(2)
+            ),
+        )
+        for name in ("student", "teacher")
+    )
+    lines = lines_of({"one": one, "other": other}, "")
+    assert [line.strip() for line in lines[1:3]] == [
+        "one: calls of student 0",
+        "other: calls of teacher 0",
+    ]
+
+
 def test_scope_is_in_head_and_cure_above_command():
     head = "comm_mode differs from a.ws4.comm, sizes apart"
     relaxed = failure_of(head, snapshot="a.ws4.comm", scope="sizes apart", fix=("pass the option",))
