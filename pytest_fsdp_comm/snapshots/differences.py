@@ -136,7 +136,7 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
         )
         - {axis for unit in after.values() for axis in (unit.shard_axis, unit.replicate_axis)},
         split_axes=_find_split_axes(old.parameters, new.parameters),
-        moved=frozenset(
+        resharded=frozenset(
             name.rpartition(".")[0]
             for name in old.parameters.keys() & new.parameters.keys()
             if _list_shards(old.parameters[name]) != _list_shards(new.parameters[name])
@@ -157,8 +157,7 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
         prefetching={
             name: any(getattr(before[unit], name) for unit in units)
             for name in ("forward_prefetch", "backward_prefetch", "prefetch")
-            for unit in units
-            if getattr(before[unit], name) != getattr(after[unit], name)
+            if any(getattr(before[unit], name) != getattr(after[unit], name) for unit in units)
         },
         is_other_dtype=any(
             was.dtype != now.dtype for pairs in parameters.values() for was, now in pairs

@@ -10,7 +10,7 @@ from itertools import chain
 from math import prod
 from typing import Final, TypeVar
 
-from pytest_fsdp_comm.comm.mesh import merge_axes, name_mesh_change, show_mesh
+from pytest_fsdp_comm.comm.mesh import MeshAxis, merge_axes, name_mesh_change, show_mesh
 from pytest_fsdp_comm.text.fqn import expand, fold_fqns, natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
 from pytest_fsdp_comm.tree.profile import (
@@ -107,7 +107,7 @@ def _compare_common_ranks(
         merge_axes(chain.from_iterable(tree.mesh_axes for tree in at.trees.values()))
         for at in (old, new)
     )
-    mesh_changes = _diff_fact(name_mesh_change(was, now), was, now, show_mesh)
+    mesh_changes = _diff_meshes(was, now)
     yield from mesh_changes
     before, after = (
         {
@@ -165,9 +165,7 @@ def compare_trees(
     problems = _TRAINING if not is_carried else tuple({*_TRAINING} - {_NOT_MANAGED})
     return (
         *_diff_fact("world_size", old.world_size, new.world_size),
-        *_diff_fact(
-            name_mesh_change(old.mesh_axes, new.mesh_axes), old.mesh_axes, new.mesh_axes, show_mesh
-        ),
+        *_diff_meshes(old.mesh_axes, new.mesh_axes),
         *(
             replace(change, likely=likely) if change.what == _NEW_ROOT else change
             for change in _compare_named_facts("units", *units, _describe_unit_changes, problems)
@@ -220,6 +218,10 @@ def _compare_named_facts(
         breaks = any(what.startswith(problems) or _TRAINED in what for what in whats)
         for what in whats:
             yield TreeChange(subject=pattern, what=what, noun=noun, breaks_training=breaks)
+
+
+def _diff_meshes(old: tuple[MeshAxis, ...], new: tuple[MeshAxis, ...]) -> list[TreeChange]:
+    return _diff_fact(name_mesh_change(old, new), old, new, show_mesh)
 
 
 def _describe_unit_changes(old: UnitFacts | None, new: UnitFacts | None) -> Iterator[str]:

@@ -48,7 +48,7 @@ class Evidence:
     """Axes over which parameters are placed, but not by the units that manage them."""
     split_axes: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """For each module, the axes over which both trees shard one of its parameters alike."""
-    moved: frozenset[str] = frozenset()
+    resharded: frozenset[str] = frozenset()
     """Modules with a parameter that is sharded otherwise now."""
     unmanaged: frozenset[str] = frozenset()
     """Modules with trainable parameters that no unit manages now."""

@@ -430,7 +430,8 @@ class Redistributed(Replaced):
         # The layouts of a new module are intended, and other placements are the cause themselves.
         trees = recordings.trees
         is_shown = trees is not None and (
-            not trees.old_modules.issuperset(self.owners) or not trees.moved.isdisjoint(self.owners)
+            not trees.old_modules.issuperset(self.owners)
+            or not trees.resharded.isdisjoint(self.owners)
         )
         if is_shown or not (self.is_added and is_by_plan):
             return ""

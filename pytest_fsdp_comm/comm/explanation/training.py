@@ -491,10 +491,9 @@ class _Training:
             {call.nbytes // itemsize(call.dtype) for row in side.units[owner] for call in row.calls}
             for side in (self.old, self.new)
         )
+        is_less = 0 < self.new.num_gradients(owner) < self.old.num_gradients(owner)
         # Several backwards may each reduce a different part.
-        is_less = 0 < self.new.num_gradients(owner) < self.old.num_gradients(
-            owner
-        ) and self.new.num_reduced(owner) < self.old.num_reduced(owner)
+        is_less &= self.new.num_reduced(owner) < self.old.num_reduced(owner)
         is_frozen = trees is not None and owner in trees.frozen | trees.partly_frozen
         is_elsewhere = any(_is_related(owner, module) for module in self.grown)
         return old == new != set() and is_less and not (is_frozen or is_elsewhere)

@@ -245,7 +245,7 @@ def _make_section_data(
         snapshot = old if isinstance(old, CommProfile) else new
         sides = comparable(snapshot, new)
         section |= {
-            "rows": side_rows(snapshot, new),
+            "rows": side_rows(*sides, snapshot),
             "cost": cost_of_change(*sides),
             "modules": module_table(*sides),
         }

@@ -10,14 +10,7 @@ from typing import Final, Literal, TypeAlias
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.cost import Cost, PartCost
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.profile import (
-    SUBJECTS,
-    CommProfile,
-    Row,
-    RowKey,
-    comparable,
-    restrict,
-)
+from pytest_fsdp_comm.comm.profile import SUBJECTS, CommProfile, Row, RowKey, restrict
 from pytest_fsdp_comm.text.fqn import NO_MODULE, ROOT_TEXT, fold_fqns, natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import show_growth, show_nbytes
@@ -51,34 +44,31 @@ class SideRow:
         return "changed" if self.before and self.after else "new" if self.after else "removed"
 
 
-def side_rows(snapshot: CommProfile, recording: CommProfile) -> list[SideRow]:
-    """Pair what is compared of two profiles; in each phase, differing rows come first.
+def side_rows(
+    old: CommProfile, new: CommProfile, snapshot: CommProfile | None = None
+) -> list[SideRow]:
+    """Pair the rows of two comparable profiles; in each phase, differing rows come first.
 
-    Rows that differ also show in which backwards the snapshot has the calls.
+    Rows that differ also show in which backwards the `snapshot` that became `old` has the calls.
     """
-    old, new = comparable(snapshot, recording)
     complete = {
         (row.owner, row.key, row.ranks): row
-        for row in snapshot.rows
+        for row in (snapshot or old).rows
         if any(call.backwards for call in row.calls)
     }
-    differing = {
-        (row.owner, row.key)
-        for side, other in ((old, new), (new, old))
-        for row in {*side.rows} - {*other.rows}
-    }
-    places: defaultdict[tuple[str | None, RowKey], tuple[list[str], list[str]]]
+    places: defaultdict[tuple[str | None, RowKey], tuple[list[Row], list[Row]]]
     places = defaultdict(lambda: ([], []))
     # Add new rows first, so that removed rows come last among the rows of their kind.
     for side, profile in ((1, new), (0, old)):
         for row in profile.rows:
-            is_old = side == 0 and (row.owner, row.key) in differing
-            shown = complete.get((row.owner, row.key, row.ranks), row) if is_old else row
-            places[row.owner, row.key][side].append(_show_row_calls(shown))
+            places[row.owner, row.key][side].append(row)
     # Modules with the same calls before, and the same calls after, share a row.
     owners_of: defaultdict[tuple[RowKey, str, str], list[str | None]] = defaultdict(list)
     for (owner, key), (before, after) in places.items():
-        owners_of[key, " / ".join(before), " / ".join(after)].append(owner)
+        was, now = _show_rows_calls(before), _show_rows_calls(after)
+        if was != now:
+            was = _show_rows_calls(complete.get((owner, key, row.ranks), row) for row in before)
+        owners_of[key, was, now].append(owner)
     rows = []
     for (key, was, now), owners in owners_of.items():
         owners.sort(key=lambda owner: (owner is None, natural_key(owner or "")))
@@ -103,9 +93,12 @@ def differing_modules(rows: Iterable[SideRow]) -> set[str | None]:
     }
 
 
-def _show_row_calls(row: Row) -> str:
-    calls = ", ".join(map(show_calls, row.calls))
-    return f"{calls} on {name_ranks(row.ranks)}" if row.ranks else calls
+def _show_rows_calls(rows: Iterable[Row]) -> str:
+    texts = []
+    for row in rows:
+        calls = ", ".join(map(show_calls, row.calls))
+        texts.append(f"{calls} on {name_ranks(row.ranks)}" if row.ranks else calls)
+    return " / ".join(texts)
 
 
 def show_calls(calls: Calls) -> str:
@@ -142,12 +135,10 @@ def cost_rows(cost: Cost) -> list[CostRow]:
     for label, part in volumes:
         sides = (show_nbytes(side.nbytes, side.unsized) for side in (part.before, part.after))
         rows.append(row(label, part.before.nbytes, part.after.nbytes, *sides))
-    for label, old, new in (
-        ("exposed", cost.exposed_before, cost.exposed_after),
-        ("peak gathered", cost.peak_before, cost.peak_after),
-    ):
-        if old or new or label != "exposed":  # real ranks do not record overlap
-            rows.append(row(label, old, new, show_nbytes(old), show_nbytes(new)))
+    sizes = [("peak gathered", cost.peak_before, cost.peak_after)]
+    if cost.exposed_before or cost.exposed_after:  # real ranks do not record overlap
+        sizes[:0] = [("exposed", cost.exposed_before, cost.exposed_after)]
+    rows += [row(label, old, new, *map(show_nbytes, (old, new))) for label, old, new in sizes]
     return rows
 
 
