@@ -156,23 +156,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tests", type=int, default=40, help="tests in the longer session")
     tests = parser.parse_args().tests
+    if importlib.util.find_spec("expecttest") is None:
+        parser.error("torch's test cases need a package: pip install expecttest")
     floor = _printed(FLOOR, tests=tests)
     rows = {"bare minimum (fork, file store, gloo, barrier)": floor}
     rows["plugin, fresh ranks for each test"] = _plugin(tests, "test")
     # Ten times as many tests, since each takes less time than the noise of two sessions.
     rows['plugin, scope="module"'] = _plugin(10 * tests, "module")
-    if importlib.util.find_spec("expecttest"):
-        rows["torch's MultiProcessTestCase"] = _test_case(
-            "MultiProcessTestCase", MULTI_PROCESS, 1, 2
-        )
-        rows["torch's MultiProcContinuousTest"] = _test_case(
-            "MultiProcContinuousTest", CONTINUOUS, 10, 10 * tests
-        )
-        rows["torch's MultiThreadedTestCase"] = _test_case(
-            "MultiThreadedTestCase", THREADED, 10, 10 * tests
-        )
-    else:
-        print("expecttest is not installed: torch's test cases are skipped")
+    rows["torch's MultiProcessTestCase"] = _test_case("MultiProcessTestCase", MULTI_PROCESS, 1, 2)
+    rows["torch's MultiProcContinuousTest"] = _test_case(
+        "MultiProcContinuousTest", CONTINUOUS, 10, 10 * tests
+    )
+    rows["torch's MultiThreadedTestCase"] = _test_case(
+        "MultiThreadedTestCase", THREADED, 10, 10 * tests
+    )
     rows["a pool for each test, as in DeepSpeed"] = _printed(POOL)
     rows["torchrun -m pytest for each test"] = _torchrun()
     fresh = rows["plugin, fresh ranks for each test"]

@@ -152,6 +152,9 @@ def _in_group(
     dist.init_process_group(backend, rank=rank, world_size=WORLD_SIZES[backend], **meeting)
     function(backend, *arguments)
     dist.destroy_process_group()
+    # Let gloo's threads free the last backward's collectives: a thread that frees one while Python
+    # exits aborts the process (torch 2.13: c10d's AsyncWork owns a ThreadLocalState).
+    time.sleep(0.5)
 
 
 def _model(backend: str, workload: str, layers: int) -> nn.Module:

@@ -119,9 +119,11 @@ def _run(command: tuple[str, ...]) -> list[dict[str, Any]]:
             check=False,
         )
         figures = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    # Some benchmarks exit with 1 if a figure exceeds its limit; the page shows that.
-    if not figures or done.returncode not in {0, 1}:
-        raise SystemExit(f"{command} measured nothing:\n{done.stdout}\n{done.stderr}")
+    # Some benchmarks exit with 1 if a figure exceeds its limit, which the page shows. But Python
+    # also exits with 1 after an exception, and then figures are missing.
+    has_raised = "Traceback (most recent call last)" in done.stderr
+    if not figures or has_raised or done.returncode not in {0, 1}:
+        raise SystemExit(f"{command} failed:\n{done.stdout}\n{done.stderr}")
     return figures
 
 
