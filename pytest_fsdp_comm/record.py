@@ -51,6 +51,9 @@ _NO_GPU: Final = (
     "fsdp-comm: to record this script without GPUs, simulate one of its ranks: pass --world-size N "
     "instead of --nproc"
 )
+_EXISTS: Final = (
+    "if the new recording differs, nothing will be written unless you pass --force or --out"
+)
 _STEPS: Final = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 
 
@@ -88,6 +91,8 @@ def run(options: argparse.Namespace) -> int:
     )
     # Use an absolute path, because the script may change the working directory.
     out = Path(options.out).absolute()
+    if out.exists() and not options.force and os.environ.get("RANK", "0") == "0":
+        print(f"fsdp-comm: {options.out} exists: {_EXISTS}", file=sys.stderr)  # noqa: T201  # standard output is the script's
     hook = _Hook(script_run, out, force=options.force, goes_on=options.go_on)
     skipped: object = ""
     with contextlib.ExitStack() as undo:

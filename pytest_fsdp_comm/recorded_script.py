@@ -67,6 +67,11 @@ class RecordedScript:
                 "the script trained without a process group, so it cannot have communicated; start "
                 "its ranks: fsdp-comm record --nproc 4 train.py"
             )
+        if self.recorder.has_evaluation:
+            self._notes.append(
+                "the recording includes an evaluation, because the model's eval() was called; to "
+                "guard training alone, record another step (--step)"
+            )
         tree = capture_tree(models) if models else None
         # Write in a thread, so that the script does not have to wait for the other ranks.
         self._writing = threading.Thread(target=self._publish_and_write, args=(recording, tree))

@@ -42,6 +42,9 @@ class StepRecorder:
         self._ended = ended
         self.models: list[nn.Module] = []
         """The models that the recorded optimizers train."""
+        self.has_evaluation = False
+        """Whether a trained model was set to evaluation mode while recording."""
+        self._trained: list[nn.Module] = []
         self.count = 0
         self.is_done = False
         self._is_recording = self._is_skipped = False
@@ -52,7 +55,10 @@ class StepRecorder:
         self._undo = contextlib.ExitStack()
         scaler = torch.amp.GradScaler
         self._undo.enter_context(
-            patch_attributes((scaler, "step", self._wrap_scaler_step(scaler.step)))
+            patch_attributes(
+                (scaler, "step", self._wrap_scaler_step(scaler.step)),
+                (nn.Module, "eval", self._wrap_eval(nn.Module.eval)),
+            )
         )
 
     def __call__(self, optimizer: torch.optim.Optimizer, *, is_skipped: bool = False) -> None:
@@ -94,7 +100,7 @@ class StepRecorder:
                 "step ends; record a step in the script itself, with "
                 "`with CommMode().saving(model, 'step.json'):`"
             )
-        self.models = _find_trained_modules(self._together.values())
+        self.models = self._trained = _find_trained_modules(self._together.values())
         try:
             if self.models:  # otherwise FQNs are relative to the outermost module that runs
                 self._mode(self.models)
@@ -110,6 +116,14 @@ class StepRecorder:
             # A gap must not stop the script, even if warnings are errors: the recording lists it.
             with contextlib.suppress(UnseenCollectivesWarning):
                 self._mode.__exit__(None, None, None)
+
+    def _wrap_eval(self, original: Any) -> object:
+        def evaluate(module: nn.Module) -> object:
+            is_trained = any(module is model for model in self._trained)
+            self.has_evaluation |= self._is_recording and is_trained
+            return original(module)
+
+        return evaluate
 
     def _wrap_scaler_step(self, original: Any) -> object:
         def step(

@@ -359,8 +359,11 @@ def test_record_keeps_reviewed_files(tmp_path):
     (tmp_path / "small.py").write_text(SMALL)
 
     def record(*arguments):
+        is_at_risk = bool(files()) and not {"--force", "--out"}.intersection(arguments)
         done = run(tmp_path, *RECORD, *arguments, **RANK)
         said = [line for line in done.stderr.splitlines() if line.startswith("fsdp-comm: ")]
+        # It names the risk of losing a recording before the script runs for minutes.
+        assert is_at_risk == said[0].startswith("fsdp-comm: step.comm exists: if the new recording")
         return done.returncode, said[-1].removeprefix("fsdp-comm: ")
 
     def files():
@@ -524,6 +527,8 @@ for step in range(3):
     dcp.save({"model": model.state_dict()}, checkpoint_id="checkpoint")
     dcp.async_save({"model": model.state_dict()}, checkpoint_id="checkpoint").result()
     print("saved", torch.load("step.pt")["step"])
+    model.eval()
+    model.train()
 dist.destroy_process_group()
 print("after", dist.is_initialized())
 """
@@ -550,6 +555,8 @@ def test_simulated_script_owns_its_group_and_saves(tmp_path):
         "fsdp-comm: note: a simulated rank has no data to save, so these calls wrote nothing: "
         f"train.py:25 (torch.save), train.py:28 ({saves}.save), train.py:29 ({saves}.async_save)\n"
     )
+    evaluated = "fsdp-comm: note: the recording includes an evaluation, because the model's eval()"
+    assert evaluated in done.stderr
     skipped = f"answered skipped to __main__:<module> ({saves}.save)"
     assert skipped in (tmp_path / "step.comm").read_text()
 

@@ -113,6 +113,33 @@ def test_a_step_that_a_scaler_skips_is_none(comm_mode):
     assert torch.amp.GradScaler.step is step
 
 
+@pytest.mark.parametrize(
+    ("evaluated", "in_step", "is_noted"),
+    [
+        ("model", 3, True),
+        ("model", 4, False),
+        ("part", 3, False),
+        ("teacher", 3, False),
+    ],
+)
+def test_evaluation_in_recorded_step_is_noted(evaluated, in_step, is_noted):
+    """Only if the trained model itself is evaluated, and not a frozen part or another model."""
+    part, teacher = Net(), Net()
+    model = nn.Sequential(part)
+    modules = {"model": model, "part": part, "teacher": teacher}
+    optimizer = SGD(model.parameters())
+    recorder = recorder_of(CommMode(trace_operations=False), 3, 3)
+    for step in range(1, 6):
+        part.loss().backward()
+        if step == in_step:
+            modules[evaluated].eval()
+            modules[evaluated].train()
+        optimizer.step()
+        recorder(optimizer)
+    assert recorder.is_done
+    assert recorder.has_evaluation == is_noted
+
+
 def test_a_closure_runs_in_its_step(comm_mode):
     model = Net()
     optimizer = SGD(model.parameters())
