@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -240,14 +240,10 @@ def _find_fewer_backwards_causes(
 
 
 def _find_schedule_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:
-    """Detect that pipeline stages run in another order, or have other modules."""
+    """Detect that pipeline stages run in another order."""
     sends = [*map(_count_sends, recordings.sides)]
     if not all(sends):
         return
-    old, new = map(_find_ranks_of_units, recordings.sides)
-    moved = [owner for owner in old.keys() & new if old[owner] != new[owner]]
-    if moved and recordings.old.recorded_ranks == recordings.new.recorded_ranks:
-        yield Cause(text=f"{name_owners(moved)} moved to other pipeline ranks")
     growth = Counter[Phase]()
     for sign, side in ((-1, explanation.before), (1, explanation.after)):
         for row in side:
@@ -265,15 +261,6 @@ def _count_sends(profile: CommProfile) -> Counter[tuple[int, int]]:
             for rank in _list_ranks(row, profile):
                 sends[rank, call.nbytes] += call.count
     return sends
-
-
-def _find_ranks_of_units(profile: CommProfile) -> dict[str | None, set[int]]:
-    """Return the ranks that gather each unit."""
-    ranks = defaultdict[str | None, set[int]](set)
-    for row in profile.collectives:
-        if role_of((row,)) == Role.PARAMETERS:
-            ranks[row.owner].update(_list_ranks(row, profile))
-    return ranks
 
 
 def _list_ranks(row: Row, profile: CommProfile) -> Sequence[int]:

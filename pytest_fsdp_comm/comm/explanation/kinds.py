@@ -34,6 +34,7 @@ from pytest_fsdp_comm.comm.explanation.steps import Step
 from pytest_fsdp_comm.comm.explanation.units import (
     Called,
     Gathered,
+    MovedUnits,
     Regrouped,
     Sharded,
     SplitOff,
@@ -63,6 +64,7 @@ KINDS: Final[tuple[type[Step], ...]] = (
     Reduced,
     ReducedPart,
     Regrouped,
+    MovedUnits,
     Called,
     Buckets,
     Flattened,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain
-from typing import ClassVar, Final
+from typing import ClassVar, Final, TypeAlias
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase
@@ -38,8 +38,10 @@ from pytest_fsdp_comm.comm.explanation.words import (
 )
 from pytest_fsdp_comm.comm.profile import RowKey
 from pytest_fsdp_comm.text.fqn import fold_fqns
+from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import join_first
 
+Ranks: TypeAlias = tuple[int, ...]
 _MAX_PARENTS: Final = 3
 
 
@@ -331,6 +333,51 @@ def _list_unit_policies(state: State, units: Iterable[Owner]) -> set[tuple[bool,
     return {
         (state[unit].stays_unsharded, count_forward_gathers(state[unit])) for unit in units if unit
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovedUnits(Replaced):
+    """Units moved to another stage of a pipeline, so other ranks gather them."""
+
+    ranks: Mapping[Owner, tuple[Ranks, Ranks]]
+    """The ranks that gather each unit in both recordings."""
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        has_stages = any(key.what == "send" for key in between.state.row_keys())
+        # In another mesh, the same stage has other ranks.
+        if not has_stages or between.axes[0] != between.axes[1]:
+            return
+        keys: dict[Owner, Iterable[RowKey]] = {}
+        ranks: dict[Owner, tuple[Ranks, Ranks]] = {}
+        for group in between.differences:
+            old, new = map(_list_ranks_of_gathers, (group.old, group.new))
+            if old and new and set(old).isdisjoint(new):
+                changed = [key for key, *_ in group.rows]
+                keys.update(dict.fromkeys(group.owners, changed))
+                ranks.update(dict.fromkeys(group.owners, (old, new)))
+        yield from cls.propose_copied_rows(between, keys, ranks=ranks)
+
+    @property
+    def changes_units(self) -> bool:
+        return True
+
+    def describe(self, recordings: Recordings) -> str:
+        owners: defaultdict[tuple[Ranks, Ranks], list[Owner]] = defaultdict(list)
+        for owner, ranks in self.ranks.items():
+            owners[ranks].append(owner)
+        moves = [
+            f"{name_modules(group)} moved from {name_ranks(old)} to {name_ranks(new)}"
+            for (old, new), group in owners.items()
+        ]
+        return f"pipeline stages: {join_first(moves, _MAX_PARENTS)}"
+
+
+def _list_ranks_of_gathers(content: Content) -> Ranks:
+    """Return the ranks that gather a unit in forward; empty if all ranks do, or none."""
+    rows = chain.from_iterable(content.gathers[Phase.FORWARD].values())
+    ranks = [row.ranks for row in rows]
+    return tuple(sorted({*chain.from_iterable(ranks)})) if all(ranks) else ()
 
 
 @dataclass(frozen=True, kw_only=True)
