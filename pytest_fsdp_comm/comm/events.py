@@ -20,8 +20,9 @@ class Phase(StrEnum):
     RECOMPUTE = "recompute"
     """A forward that activation checkpointing reruns during backward."""
     OPTIMIZER = "optimizer"
+    """An optimizer step, or one of torch's functions that clip gradients."""
     OUTSIDE = "outside"
-    """Outside all modules, backwards and optimizer steps: setup, gradient clipping, checkpoints."""
+    """Outside all modules, backwards and optimizer phases: the loss, logging, checkpoints."""
 
 
 class Source(StrEnum):

@@ -25,7 +25,7 @@ from pytest_fsdp_comm.reports.cost_lines import cost_lines
 from pytest_fsdp_comm.reports.explanation import Failure, Severity, Statement
 from pytest_fsdp_comm.text.fqn import expand, name_containers, natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-from pytest_fsdp_comm.text.words import join_first, show_nbytes, show_nbytes_change
+from pytest_fsdp_comm.text.words import join_first, show_count, show_nbytes, show_nbytes_change
 from pytest_fsdp_comm.tree.diff import TreeChange
 
 _MAX_CALLS: Final = 3
@@ -88,6 +88,9 @@ def _sort_changes(
         if row.subject == "collective" and not (steps or row.what.startswith("barrier"))
     ]
     effects = [*sending, *_describe_overlap(comparison)]
+    # A row that no step explains may change the most bytes.
+    largest = [entry for row, entry in described if steps and _is_largest(row, comparison)]
+    steps[1:1] = largest
     # Other sizes or layouts of the mesh say more than the steps that follow from them.
     is_mesh_first = not all(map(_is_row_or_rename, comparison.changes))
     first = [*frames, *steps, *effects] if is_mesh_first else [*steps, *effects, *frames]
@@ -145,6 +148,18 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str = "") ->
         snapshot=snapshot,
         statements=(*statements, *(Statement(severity="likely", text=text) for text in likely)),
     )
+
+
+def _is_largest(change: Change, comparison: Comparison) -> bool:
+    """Whether no other row changes more bytes."""
+    changed = [other for other in comparison.changes if other.subject == "collective"]
+    most = max((abs(_find_growth(other)) for other in changed), default=0)
+    return change.subject == "collective" and abs(_find_growth(change)) == most > 0
+
+
+def _find_growth(change: Change) -> int:
+    """Return how many bytes more all modules send."""
+    return (nbytes_of(change.after) - nbytes_of(change.before)) * len(change.owners)
 
 
 def _is_change_of_user_calls(change: Change) -> bool:
@@ -389,7 +404,8 @@ def _show_other_calls(amount: Row, excluded: Row) -> str:
 def _show_amounts(amounts: Sequence[Row]) -> str:
     ranks_by_calls: defaultdict[tuple[str, bool], list[int]] = defaultdict(list)
     for amount in amounts:
-        calls = f"x{amount.count}, {show_nbytes(amount.nbytes, amount.unsized)} in total,"
+        nbytes = show_nbytes(amount.nbytes, amount.unsized)
+        calls = f"{show_count(amount.count, 'call')}, {nbytes} in total,"
         # List the calls if possible, because a sum hides differences between ranks, such as peers.
         if len(amount.calls) == 1:
             calls = str(amount.calls[0])
@@ -419,7 +435,7 @@ def weight(change: Change) -> tuple[bool, bool, bool, int]:
     """Return the sort key that puts the most important change first."""
     # Collectives come before unshards, which only repeat all-gathers, and before memory and assumed
     # values. In both groups, traffic that grows and gradients that shrink come before the rest.
-    growth = (nbytes_of(change.after) - nbytes_of(change.before)) * len(change.owners)
+    growth = _find_growth(change)
     is_late = change.subject in {"reshard", "memory", "answer"}
     calls = [call for row in change.before for call in row.calls] if change.after else []
     is_less = growth < 0 and any(call.role == Role.GRADIENTS for call in calls)

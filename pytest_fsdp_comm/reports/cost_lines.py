@@ -8,7 +8,7 @@ from typing import Final
 
 from pytest_fsdp_comm.comm.cost import Cost, PartCost, Volume
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-from pytest_fsdp_comm.text.words import show_growth, show_nbytes, show_nbytes_change
+from pytest_fsdp_comm.text.words import show_count, show_growth, show_nbytes, show_nbytes_change
 
 _WIDTH: Final = 120
 _MAX_RANKS_TEXT: Final = 24
@@ -75,8 +75,11 @@ def _describe_bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str],
     split = [part for part in used if part not in changed and part.after.count > part.before.count]
     calls = [f"{_label(part)} {part.before.count} -> {part.after.count} calls" for part in split]
     ranks = _describe_ranks_of_cost(cost)
+    all_calls = "all"
+    if cost.before.unsized != cost.after.unsized:
+        all_calls = "all calls of known size"
     if len(changed) == 1:
-        in_all = [f"{_show_bytes_growth(cost)} in all"] if len(used) > 1 else []
+        in_all = [f"{_show_bytes_growth(cost)} in {all_calls}"] if len(used) > 1 else []
         (part,) = changed
         change = f"{_show_bytes_change(part)} {ranks}"
         return [
@@ -86,12 +89,13 @@ def _describe_bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str],
         ], calls
     if cost.before.nbytes == cost.after.nbytes:
         nbytes = show_nbytes(cost.after.nbytes)
-        head = f"bytes unchanged in all ({nbytes} {ranks})"
+        head = f"bytes unchanged in {all_calls} ({nbytes} {ranks})"
         if cost.ranks:
             where = _name_ranks_briefly(cost.ranks)
             head = f"bytes unchanged in all on {where}, where kinds change most ({nbytes} per step)"
     else:
-        head = f"{_show_bytes_growth(cost)} bytes in all ({_show_bytes_change(cost)} {ranks})"
+        change = f"{_show_bytes_change(cost)} {ranks}"
+        head = f"{_show_bytes_growth(cost)} bytes in {all_calls} ({change})"
         before, after = cost.before.nbytes, cost.after.nbytes
         if before and all(
             part.before.nbytes * after == part.after.nbytes * before for part in used
@@ -146,7 +150,10 @@ def _fit_on_one_line(statements: Sequence[str], width: int) -> list[str]:
     """Return as many statements as fit on one line, but at least one."""
     for num_fitting in range(len(statements), 0, -1):
         hidden = len(statements) - num_fitting
-        line = [*statements[:num_fitting], *([f"and {hidden} more"] if hidden else [])]
+        line = [
+            *statements[:num_fitting],
+            *([f"and {show_count(hidden, 'more kind')}"] if hidden else []),
+        ]
         if len(", ".join(line)) <= width or num_fitting == 1:
             return line
     return []

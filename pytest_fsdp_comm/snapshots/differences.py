@@ -107,6 +107,7 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
     """Return changes to the units that exist in both trees, as evidence for likely causes."""
     before, after = old.units.get(1, {}), new.units.get(1, {})
     units = frozenset(before) & frozenset(after)
+    unit_axes = {axis for unit in after.values() for axis in (unit.shard_axis, unit.replicate_axis)}
     parameters = _pair_parameters_by_unit(units, old.parameters, new.parameters)
     frozen: set[str] = set()
     partly_frozen: set[str] = set()
@@ -134,8 +135,8 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
         placed_axes=frozenset(
             axis for facts in new.parameters.values() for axis, _ in facts.placements
         )
-        - {axis for unit in after.values() for axis in (unit.shard_axis, unit.replicate_axis)},
-        split_axes=_find_split_axes(old.parameters, new.parameters),
+        - unit_axes,
+        split_axes=_find_split_axes(old.parameters, new.parameters, unit_axes),
         resharded=frozenset(
             name.rpartition(".")[0]
             for name in old.parameters.keys() & new.parameters.keys()
@@ -175,13 +176,16 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
 
 
 def _find_split_axes(
-    old: Mapping[str, ParameterFacts], new: Mapping[str, ParameterFacts]
+    old: Mapping[str, ParameterFacts],
+    new: Mapping[str, ParameterFacts],
+    unit_axes: set[str | None],
 ) -> dict[str, frozenset[str]]:
-    """Return the axes over which both trees shard a parameter of a module in the same way."""
+    """Return the axes over which both trees split the work of a module in the same way."""
+    # Units gather their parameters before use, so their axes split no work.
     axes: defaultdict[str, frozenset[str]] = defaultdict(frozenset)
     for name in old.keys() & new.keys():
         same = _list_shards(old[name]) & _list_shards(new[name])
-        axes[name.rpartition(".")[0]] |= {axis for axis, _ in same}
+        axes[name.rpartition(".")[0]] |= {axis for axis, _ in same} - unit_axes
     return axes
 
 

@@ -291,7 +291,11 @@ def _describe_parameter_changes(
         frozen = "" if old.trainable or new.trainable else "frozen, and "
         yield "now managed by a unit" if new.managed else f"{frozen}{_NOT_MANAGED}"
     if old.tied != new.tied:
-        yield f"tied with {_show_field_value(old.tied)} -> {_show_field_value(new.tied)}"
+        yield f"{_describe_ties(old)} -> {_describe_ties(new)}"
+
+
+def _describe_ties(parameter: ParameterFacts) -> str:
+    return f"tied with {', '.join(parameter.tied)}" if parameter.tied else "not tied"
 
 
 def _describe_placement(parameter: ParameterFacts) -> str:

@@ -281,7 +281,7 @@ def test_record_script_without_step_keeps_exit_status(folder, ending):
         f"def main():\n    {ending}\nmain()\n"
     )
     plain = run(folder, str(script), python=sys.executable)
-    ours = run(folder, *RECORD, str(script), python=sys.executable)
+    ours = run(folder, *RECORD, "--force", str(script), python=sys.executable)
     assert ours.stdout == plain.stdout
     assert ours.stderr.startswith(plain.stderr)
     said = ours.stderr.removeprefix(plain.stderr)
@@ -476,7 +476,7 @@ def test_gpu_script_is_recorded_and_guarded(tmp_path):
     assert run(tmp_path, *FSDP_COMM, "test", "step.json").returncode == 0
     passed = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert passed.returncode == 0, passed.stdout
-    refused = run(tmp_path, *RECORD, "--world-size", "64", "train.py")
+    refused = run(tmp_path, *RECORD, "--force", "--world-size", "64", "train.py")
     assert (refused.returncode, refused.stderr) == (1, "needs two GPUs\n")
 
 

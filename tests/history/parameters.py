@@ -240,7 +240,7 @@ def no_prefetching(changed):
     happened="After construction on the meta device, head and embedding got separate tensors, and "
     "nothing tied them again.",
     first="unit sizes changed: (root) 2.1 -> 4.1 KiB per gather",
-    tree="embed.weight: tied with head.weight -> none",
+    tree="embed.weight: tied with head.weight -> not tied",
 )
 def tied_weights_came_apart(changed):
     with torch.device("meta"):

@@ -355,7 +355,7 @@ def loss_read_after_each_micro_batch(changed):
     return of(units(plain()), run)
 
 
-@loss(only_waits("item", "once", "(no-module)", "in the optimizer"))
+@loss(only_waits("item", "once", "(no-module)", "in the optimizer phase"))
 def gradients_checked_while_clipping(changed):
     def run(model):
         train(model)

@@ -47,7 +47,8 @@ class Evidence:
     placed_axes: frozenset[str] = frozenset()
     """Axes over which parameters are placed, but not by the units that manage them."""
     split_axes: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """For each module, the axes over which both trees shard one of its parameters alike."""
+    """For each module, the axes besides those of units over which both trees shard one of its
+    parameters alike."""
     resharded: frozenset[str] = frozenset()
     """Modules with a parameter that is sharded otherwise now."""
     unmanaged: frozenset[str] = frozenset()

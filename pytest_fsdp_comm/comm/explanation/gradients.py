@@ -272,6 +272,9 @@ class Reduced(_OfGradients):
             return f"{gradients} {'now' if self.is_added else 'no longer'} sent by {operations}"
         gathers = self._describe_gathers(recordings)
         how = "now" if self.is_added else "no longer"
+        if carrying := self._find_carrying_axes(recordings):
+            new_calls = f"perhaps sent by new calls over {carrying}"
+            return f"{gradients} no longer reduced by {operations}, {new_calls}"
         if not self.is_by_more:
             return f"{gradients} {how} reduced ({operations}){gathers}"
         old, new = recordings.states
@@ -279,14 +282,19 @@ class Reduced(_OfGradients):
         how += " also" * (self.is_added and has_kept)
         return f"{gradients} {how} reduced by {operations}{gathers}"
 
+    def _find_carrying_axes(self, recordings: Recordings) -> str:
+        """Name the axes whose new calls may carry the gradients instead; empty if none can."""
+        lost = Counter[str]()
+        for row in list_collective_rows(self.old_rows):
+            lost[row.axis] += count_elements(row.calls)
+        can_carry = lost and not self.is_added and not self.is_by_more
+        return ", ".join(sorted(lost)) if can_carry and lost <= recordings.carried_elements else ""
+
     def find_cause(self, recordings: Recordings) -> str:
         if self.is_by_more:
             return ""
-        lost = Counter[str]()
-        for row in () if self.is_added else list_collective_rows(self.old_rows):
-            lost[row.axis] += count_elements(row.calls)
-        if lost and lost <= recordings.carried_elements:
-            return f"new calls over {', '.join(sorted(lost))} carry the gradients instead"
+        if self._find_carrying_axes(recordings):
+            return ""
         known = explain_changed_reductions(self, recordings)
         reason = "parameters are frozen or detached, or gradient synchronization is switched off"
         return known or ("" if self.is_added else reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -28,7 +28,13 @@ from pytest_fsdp_comm.comm.explanation.states import (
     nbytes_of,
     role_of,
 )
-from pytest_fsdp_comm.comm.explanation.steps import Problem, Replaced, Step, list_collective_rows
+from pytest_fsdp_comm.comm.explanation.steps import (
+    Problem,
+    Replaced,
+    RowsByOwner,
+    Step,
+    list_collective_rows,
+)
 from pytest_fsdp_comm.comm.explanation.words import (
     add_calls,
     describe_calls,
@@ -301,7 +307,7 @@ class PhaseUsed(Replaced):
 
     def describe(self, recordings: Recordings) -> str:
         phases = {key.phase for rows in self.rows.values() for key in rows}
-        names = {Phase.OUTSIDE: "the loss", Phase.OPTIMIZER: "the optimizer"}
+        names = {Phase.OUTSIDE: "the loss", Phase.OPTIMIZER: "the optimizer phase"}
         where = " and ".join(names.get(phase, phase) for phase in self.phases if phase in phases)
         is_unchanged = recordings.is_unchanged(
             lambda key, *_: key.axis != "" and key.phase is Phase.FORWARD
@@ -475,10 +481,11 @@ class Moved(Replaced):
 
 @dataclass(frozen=True, kw_only=True)
 class Exchanged(Replaced):
-    """Other kinds of collectives replace all calls that modules issue over an axis in a phase."""
+    """Other collectives replace all calls that modules issue over an axis, or in a phase."""
 
     phase: Phase
     axis: str
+    """Empty if the axes differ; `old` and `new` then name them."""
     old: tuple[str, ...]
     new: tuple[str, ...]
 
@@ -489,15 +496,19 @@ class Exchanged(Replaced):
         ] = defaultdict(dict)
         for group in between.differences:
             lost, added = _split_by_side(group.rows)
-            for place in dict.fromkeys((key.phase, key.axis) for key, *_ in lost):
+            places = dict.fromkeys((key.phase, key.axis) for key, *_ in lost)
+            for phase, axis in (*places, *dict.fromkeys((phase, "") for phase, _ in places)):
                 removed, new = (
-                    [row for row in side if (row[0].phase, row[0].axis) == place]
+                    [row for row in side if row[0].phase is phase and axis in {"", row[0].axis}]
                     for side in (lost, added)
                 )
                 keys = [row[0] for row in (*removed, *new)]
-                kinds = [tuple(sorted(row[0].what for row in side)) for side in (removed, new)]
+                kinds = [
+                    tuple(sorted(row[0].what if axis else str(row[0]) for row in side))
+                    for side in (removed, new)
+                ]
                 if new and all(is_from_user_code(row[1] or row[2]) for row in (*removed, *new)):
-                    owners = groups[*place, kinds[0], kinds[1]]
+                    owners = groups[phase, axis, kinds[0], kinds[1]]
                     owners.update(dict.fromkeys(group.owners, keys))
         for (phase, axis, old, new_kinds), rows in groups.items():
             yield from cls.propose_copied_rows(
@@ -510,12 +521,28 @@ class Exchanged(Replaced):
             _find_nbytes_of_busiest(list_collective_rows(side))
             for side in (self.old_rows, self.rows)
         )
-        # An all-reduce sends more than the size of its tensor.
         amount = ", same size" if before == after else f", {show_nbytes_change(before, after)}"
+        if before == after and _reduces_all(self.old) != _reduces_all(self.new):
+            amount += " (an all_reduce sends about twice its size)"
         # Objects have no size.
         amount *= before * after > 0
-        kinds = f"{' and '.join(self.new)} instead of {' and '.join(self.old)}"
-        return f"{who}{kinds} over {self.axis} {name_phase(self.phase)}{amount}"
+        kinds = f"{_join_kinds(self.new)}{_name_objects(self.rows)} instead of "
+        kinds += f"{_join_kinds(self.old)}{_name_objects(self.old_rows)}"
+        over = f" over {self.axis}" if self.axis else ""
+        return f"{who}{kinds}{over} {name_phase(self.phase)}{amount}"
+
+
+def _reduces_all(kinds: Iterable[str]) -> bool:
+    return any(kind.startswith("all_reduce") for kind in kinds)
+
+
+def _join_kinds(kinds: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
+
+
+def _name_objects(side: RowsByOwner) -> str:
+    calls = calls_of(tuple(list_collective_rows(side)))
+    return " of objects" if all(call.is_object for call in calls) else ""
 
 
 @dataclass(frozen=True, kw_only=True)

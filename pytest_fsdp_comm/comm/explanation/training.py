@@ -266,6 +266,12 @@ class _Side:
             totals[row.axis, row.what] += count_elements(_list_gradient_calls(row))
         return max(totals.values(), default=0)
 
+    def find_unit_around(self, owner: str) -> str:
+        """Return the innermost unit that is or contains a module; the root if there is none."""
+        while owner and owner not in self.units:
+            owner = owner.rpartition(".")[0]
+        return owner
+
     def acts(self, owner: Owner, phase: Phase) -> dict[tuple[RowKey, tuple[int, ...]], int]:
         """Count how often a unit is gathered and resharded in a phase."""
         return {(row.key, row.ranks): row.count for row in self.units[owner] if row.phase is phase}
@@ -435,9 +441,7 @@ class _Training:
             # Gradients of parameters that FSDP ignores have to be reduced by the user's code.
             if trees is None or not owner or owner in trees.unmanaged:
                 continue
-            name = owner
-            while name and name not in self.new.units:
-                name = name.rpartition(".")[0]
+            name = self.new.find_unit_around(owner)
             axes = reduced.keys() & self.new.reduced.get(name, {}).keys()
             axes -= self.old.reduced.get(owner, {}).keys()
             if name != owner and axes:
@@ -446,10 +450,12 @@ class _Training:
     def _has_harmless_explanation(self, owner: Owner, was: set[str], now: set[str]) -> bool:
         """Whether a harmless change may explain why a module reduces over fewer ranks."""
         old, new, trees = self.old, self.new, self.trees
-        # Ranks that had separate batches may now share one.
+        # Ranks that had separate batches may now share one. The unit around a module may reduce the
+        # module's gradients, too, and now over more axes.
+        around = self._list_axes_around(owner, was)
         before, after = (
-            side.num_ranks(axes) * side.num_ranks_besides(was | now)
-            for side, axes in ((old, was), (new, now))
+            side.num_ranks(axes | of_unit) * side.num_ranks_besides(was | now)
+            for side, axes, of_unit in zip((old, new), (was, now), around, strict=True)
         )
         if after >= before or any(old.forward(axis) != new.forward(axis) for axis in was - now):
             return True
@@ -464,6 +470,18 @@ class _Training:
         if owner in new.owners:
             return any(_is_related(owner, module) for module in grown)
         return bool(grown) or (trees is None and not self._is_still_in_model(owner))
+
+    def _list_axes_around(self, owner: Owner, was: set[str]) -> tuple[set[str], set[str]]:
+        """Return the axes over which the unit around a module reduces its gradients, too."""
+        nothing = set[str](), set[str]()
+        is_unmanaged = self.trees is not None and owner in self.trees.unmanaged
+        if owner is None or owner in self.old.units or is_unmanaged:
+            return nothing
+        old, new = (
+            {*side.reduced.get(side.find_unit_around(owner), {})} for side in (self.old, self.new)
+        )
+        # If both reduced over the same axis, the unit does not manage the module's parameters.
+        return (old, new) if old.isdisjoint(was) else nothing
 
     def _is_carried(self, axis: str) -> bool:
         """Whether new calls over an axis may carry the gradients that it no longer reduces."""

@@ -285,6 +285,7 @@ class Regrouped(Replaced):
 
     removed: tuple[Owner, ...]
     added: tuple[Owner, ...]
+    sending_owners: ClassVar[tuple[Owner, ...]] = ()
 
     @classmethod
     def propose(cls, between: Between) -> Iterator[Step]:
@@ -341,6 +342,7 @@ class MovedUnits(Replaced):
 
     ranks: Mapping[Owner, tuple[Ranks, Ranks]]
     """The ranks that gather each unit in both recordings."""
+    sending_owners: ClassVar[tuple[Owner, ...]] = ()
 
     @classmethod
     def propose(cls, between: Between) -> Iterator[Step]:

@@ -24,7 +24,7 @@ from pytest_fsdp_comm.text.words import join_first, show_count, show_nbytes, sho
 _MAX_GROUPS: Final = 3
 _PLACES: Final[Mapping[str, str]] = {
     Phase.OUTSIDE: "outside forward and backward",
-    Phase.OPTIMIZER: "in the optimizer",
+    Phase.OPTIMIZER: "in the optimizer phase",
 }
 _NUMBERS: Final = re.compile(r"[0-9{},.]+")
 

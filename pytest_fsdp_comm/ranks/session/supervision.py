@@ -166,10 +166,7 @@ class Supervision:
                 )
                 break
             if grace_ends_at is not None and now > grace_ends_at:
-                running = [result.rank for result in results if not result.is_over]
-                if not any(
-                    position.is_reporting for position in self._ask_positions(running).values()
-                ):
+                if not self._is_any_rank_reporting():
                     self._mark_running_as_stopped(Stopped.AFTER_FAILURE)
                     break
                 grace_ends_at = time.monotonic() + extend_under_load(GRACE_S)
@@ -183,6 +180,16 @@ class Supervision:
             self._process_events(min(_POLL_S, max(deadline - now, 0.001)))
         self._complete_results()
         return dict(self._results)
+
+    def _is_any_rank_reporting(self) -> bool:
+        """Whether a running rank compares snapshots or formats its failure."""
+        # Ask twice: on a busy machine, a rank may answer late, or be about to compare.
+        for _ in range(2):
+            running = [rank for rank, result in self._results.items() if not result.is_over]
+            if any(position.is_reporting for position in self._ask_positions(running).values()):
+                return True
+            self._process_events(_POLL_S)
+        return False
 
     def _complete_results(self) -> None:
         results = self._results.values()

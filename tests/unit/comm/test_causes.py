@@ -56,6 +56,13 @@ def without_root(facts):
     return replace(facts, units={1: units})
 
 
+def test_axes_of_units_split_no_work():
+    """A unit gathers its parameters before use, so no output has to be reduced over its axis."""
+    both = (("dp", "Shard(0)"), ("tp", "Shard(0)"))
+    facts = tree(layers_0={"shard_axis": "dp"}, layers_0_weight={"placements": both})
+    assert tree_evidence(facts, facts).split_axes["layers.0"] == {"tp"}
+
+
 def layers(suffix="", **change):
     return {f"layers_{number}{suffix}": change for number in range(3)}
 

@@ -3,7 +3,19 @@
 from dataclasses import replace
 
 import pytest
-from sample_profiles import BACKWARD, DP, FORWARD, TP, changed, made, profile, row, times
+from sample_profiles import (
+    BACKWARD,
+    DP,
+    FORWARD,
+    TP,
+    WORLD,
+    changed,
+    made,
+    profile,
+    row,
+    times,
+    unit,
+)
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
@@ -66,6 +78,34 @@ def test_calls_over_a_renamed_axis_are_not_new():
     (change,) = compare(old, new).training
     # The others have no rows any more, as if they had been removed.
     assert change.owners == ("a",)
+
+
+def test_unit_may_reduce_over_both_axes():
+    """Instead of user code, which reduced over one of them."""
+    by_hand = row(BACKWARD, "layers.0.q", "all_reduce", 64, "gradients", axis="tp")
+    apart = made([*unit("layers.0"), by_hand])
+    over_both = [replace(one, axis="world" if one.axis else "") for one in unit("layers.0")]
+    together = replace(made(over_both), mesh_axes=(WORLD,))
+    both = frozenset({"layers.0", "layers.0.q"})
+    seen = Evidence(units=frozenset({"layers.0"}), trainable=both, policies={})
+    assert compare(apart, together, seen).training == ()
+    # The unit reduces over dp alone, or does not manage the parameter.
+    assert compare(apart, made(unit("layers.0")), seen).training
+    assert compare(apart, together, replace(seen, unmanaged=frozenset({"layers.0.q"}))).training
+    # If both reduced over dp, the unit did not manage the parameter.
+    twice = made([*unit("layers.0"), replace(by_hand, axis="dp")])
+    assert compare(twice, together, seen).training
+
+
+def test_units_that_no_longer_reduce_may_send_their_gradients_otherwise():
+    sent = row(BACKWARD, None, "all_gather", 64)
+    gradient = row(BACKWARD, "a", "all_reduce", 64, "gradients")
+    (first, *_) = compare(made([PASS, gradient]), made([PASS, sent])).sentences
+    assert first == (
+        "gradients of a no longer reduced by all_reduce[dp], perhaps sent by new calls over dp"
+    )
+    (first, *_) = compare(made([PASS, gradient]), made([PASS, replace(sent, axis="tp")])).sentences
+    assert "perhaps" not in first
 
 
 SPLIT = profile(tensor_parallel=True, layers=2)

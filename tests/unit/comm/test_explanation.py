@@ -364,9 +364,11 @@ def test_a_phase_names_the_only_kind_of_its_collectives():
         return describe_steps(profile(), profile(extra=[sent]))
 
     assert described("broadcast") == [
-        "new broadcast[dp] in the optimizer, forward unchanged: 1 call of 64 B"
+        "new broadcast[dp] in the optimizer phase, forward unchanged: 1 call of 64 B"
     ]
-    assert described("broadcast", "all_reduce")[0].startswith("new collectives in the optimizer")
+    assert described("broadcast", "all_reduce")[0].startswith(
+        "new collectives in the optimizer phase"
+    )
 
 
 def test_added_units_are_proposed_together():

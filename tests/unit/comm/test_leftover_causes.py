@@ -207,10 +207,10 @@ def test_calls_over_other_ranks_are_not_unchanged():
     norm = row(Phase.OPTIMIZER, None, "all_reduce", 4)
     old, new = profile(extra=[[norm]]), profile()
     (first, *_) = render_comparison(compare(old, new), snapshot="s").changes
-    assert first.text == "no more collectives in the optimizer, forward unchanged"
+    assert first.text == "no more collectives in the optimizer phase, forward unchanged"
     moved = replace(new, mesh_axes=(replace(DP, dims=((4, 1),)),))
     texts = [entry.text for entry in render_comparison(compare(old, moved), snapshot="s").changes]
-    assert "no more collectives in the optimizer" in texts
+    assert "no more collectives in the optimizer phase" in texts
 
 
 def test_gradients_on_another_number_of_ranks_are_not_of_fewer_parameters():

@@ -50,8 +50,8 @@ def test_host_wait_that_exposes_gathers_is_their_cause():
 def test_host_wait_that_exposes_nothing_says_so():
     new = waiting(BASE, None, phase=Phase.OPTIMIZER)
     assert told(BASE, new) == [
-        "(no-module) in the optimizer: the host now waits for the GPU once (item), which exposes "
-        "no call"
+        "(no-module) in the optimizer phase: the host now waits for the GPU once (item), which "
+        "exposes no call"
     ]
 
 

@@ -45,8 +45,16 @@ def with_rows(*rows):
             "all_reduce of 12 B outside forward and backward now over tp (2 ranks) instead of dp "
             "(4 ranks)",
         ),
-        (metric(), metric(axis="tp", nbytes=16), None),
-        (metric(), metric(axis="tp", count=2), None),
+        (
+            metric(),
+            metric(axis="tp", nbytes=16),
+            "all_reduce[tp] instead of all_reduce[dp] outside forward and backward, 12 -> 16 B",
+        ),
+        (
+            metric(),
+            metric(axis="tp", count=2),
+            "all_reduce[tp] instead of all_reduce[dp] outside forward and backward, 12 -> 24 B",
+        ),
         (metric(), metric(axis="tp", phase=Phase.OPTIMIZER), None),
     ],
 )
@@ -60,7 +68,8 @@ def test_call_over_another_axis_is_one_line(old, new, line):
     [
         (
             [metric("broadcast")],
-            "broadcast instead of all_reduce over dp outside forward and backward, same size",
+            "broadcast instead of all_reduce over dp outside forward and backward, same size (an "
+            "all_reduce sends about twice its size)",
         ),
         (
             [metric("reduce_scatter"), metric("all_gather")],
@@ -76,6 +85,28 @@ def test_call_over_another_axis_is_one_line(old, new, line):
 def test_other_kind_of_call_is_one_line(new, line):
     sentences = describe_steps(with_rows(metric()), with_rows(*new))
     assert [text for text in sentences if " instead of " in text] == ([line] if line else [])
+
+
+def test_calls_over_several_axes_may_be_replaced():
+    """For example, sums within and between nodes by one sum over all ranks."""
+    nested = [metric("reduce_scatter"), metric(axis="tp"), metric("all_gather")]
+    (line,) = describe_steps(with_rows(*nested), with_rows(metric(axis="world")))
+    assert line == (
+        "all_reduce[world] instead of all_gather[dp], all_reduce[tp] and reduce_scatter[dp] "
+        "outside forward and backward, 36 -> 12 B"
+    )
+    # A call that remains was not replaced.
+    (line,) = describe_steps(with_rows(*nested), with_rows(nested[1], metric(axis="world")))
+    assert "all_reduce[tp]" not in line
+
+
+def test_objects_instead_of_tensors_are_named():
+    objects = metric("all_gather")
+    objects = replace(objects, calls=(replace(objects.calls[0], nbytes=0, is_object=True),))
+    (line,) = describe_steps(with_rows(metric()), with_rows(objects))
+    assert (
+        line == "all_gather of objects instead of all_reduce over dp outside forward and backward"
+    )
 
 
 GRADIENTS = [row(BACKWARD, name, "all_reduce", 64, "gradients") for name in ("a", "b", "c")]

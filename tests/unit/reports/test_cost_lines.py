@@ -115,9 +115,9 @@ def test_kinds_beyond_a_line_are_counted():
     before = [row(kind, "dp", (1, 8)) for kind in kinds]
     after = [row(kind, "dp", (n, 8)) for n, kind in enumerate(kinds, start=2)]
     assert lines(before, after, width=80)[1:] == [
-        "recv[dp] x7.0 (8 -> 56 B), send[dp] x6.0 (8 -> 48 B), and 4 more"
+        "recv[dp] x7.0 (8 -> 56 B), send[dp] x6.0 (8 -> 48 B), and 4 more kinds"
     ]
-    assert lines(before, after, width=10)[1:] == ["recv[dp] x7.0 (8 -> 56 B)", "and 5 more"]
+    assert lines(before, after, width=10)[1:] == ["recv[dp] x7.0 (8 -> 56 B)", "and 5 more kinds"]
     assert lines(before, after)[1].endswith(", all_gather[dp] +100 % (8 -> 16 B)")
 
 
@@ -226,6 +226,13 @@ def test_cost_excludes_calls_of_unknown_size():
         "unknown bytes in all_gather[dp] (128 B -> 2 of unknown size per rank and step), "
         "calls of unknown size 0 -> 2 (not included)"
     ]
+    # They may send more than the others save.
+    lost = row("all_reduce", "dp", (1, 8))
+    kept = row("broadcast", "dp", (1, 92))
+    assert lines([lost, kept], [gather(objects=2), kept])[0] == (
+        "-100 % bytes in all_reduce[dp] (8 -> 0 B per rank and step), -8.0 % in all calls of known "
+        "size, calls of unknown size 0 -> 2 (not included)"
+    )
 
 
 def test_cost_names_ranks_if_they_differ():

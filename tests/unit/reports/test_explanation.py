@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from report_values import failure_of
-from sample_profiles import in_bfloat16, profile, reduced_often
+from sample_profiles import FORWARD, in_bfloat16, made, profile, reduced_often, row
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.reports.changes import render_comparison, render_tree_changes
@@ -52,6 +52,23 @@ def lines_of(values, accept=ACCEPT, *, everything=False):
     command, _, test = accept.rpartition(" ")
     failure = join_failures(values, command=command and f"{command} ", test=test)
     return failure_lines(failure, everything=everything)
+
+
+@pytest.mark.parametrize(("nbytes", "is_second"), [(1_000_000, True), (10, False)])
+def test_row_that_changes_most_bytes_is_second(nbytes, is_second):
+    """Behind a step that explains fewer bytes."""
+
+    def with_activations(old, count):
+        sent = row(FORWARD, "layers.0.mlp", "all_gather", nbytes, "activations", count=count)
+        return made([*old.rows, sent])
+
+    shorter = made([one for one in profile().rows if one.owner != "layers.2"])
+    sides = with_activations(profile(), 2), with_activations(shorter, 5)
+    failure = render_comparison(compare(*sides), snapshot="s")
+    assert failure.changes[0].text.startswith("layers: 3 -> 2 modules")
+    text = "layers.0.mlp in forward: all_gather[dp] 2 -> 5 (+3)"
+    assert [entry.text.startswith(text) for entry in failure.changes[1:]] == [True] * is_second
+    assert any(entry.text.startswith(text) for entry in failure.statements)
 
 
 def test_failure_text_of_one_change_has_all_lines():

@@ -353,7 +353,7 @@ def test_every_other_change_has_its_words():
         "embed.weight: dtype float32 -> bfloat16",
         "embed.weight: trainable -> frozen",
     ]
-    assert changes(" tied=head.weight", "") == ["embed.weight: tied with head.weight -> none"]
+    assert changes(" tied=head.weight", "") == ["embed.weight: tied with head.weight -> not tied"]
     assert changes("parameter embed.", "parameter encoder.") == [
         "embed.weight: removed, was Shard(0) over dp",
         "encoder.weight: added, Shard(0) over dp",
