@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import ClassVar, Final, TypeAlias
 
 from pytest_fsdp_comm.comm.calls import Calls
@@ -43,8 +42,8 @@ from pytest_fsdp_comm.comm.explanation.words import (
     name_phase,
     name_place,
 )
-from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
-from pytest_fsdp_comm.text.words import show_count, show_nbytes, show_nbytes_change
+from pytest_fsdp_comm.comm.profile import Row, RowKey
+from pytest_fsdp_comm.text.words import show_count, show_nbytes_change
 
 NORM: Final = "_NormPartial("
 """Start of the placement of an unreduced norm, as DTensor prints it (checked in 2.7 to 2.15)."""
@@ -448,38 +447,6 @@ class Redistributed(Replaced):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moved(Replaced):
-    """Equal calls are issued over another axis."""
-
-    old: RowKey
-    new: RowKey
-
-    @classmethod
-    def propose(cls, between: Between) -> Iterator[Step]:
-        groups: defaultdict[tuple[RowKey, RowKey], dict[Owner, list[RowKey]]] = defaultdict(dict)
-        for group in between.differences:
-            for lost, added in product(*_split_by_side(group.rows)):
-                old, new = lost[0], added[0]
-                if old._replace(axis=new.axis) == new and _are_equal_user_calls(lost[1], added[2]):
-                    chosen = [old, new]
-                    groups[old, new].update(dict.fromkeys(group.owners, chosen))
-        for (old, new), keys in groups.items():
-            yield from cls.propose_copied_rows(between, keys, old=old, new=new)
-
-    def describe(self, recordings: Recordings) -> str:
-        sizes = {call.nbytes for row in list_collective_rows(self.rows) for call in row.calls}
-        nbytes = sizes.pop()
-        size = f" of {show_nbytes(nbytes)}" if nbytes and not sizes else ""
-        who = "" if self.owners == (None,) else f"{name_modules(self.owners)}: "
-        old, new = (
-            f"{axis}{_describe_size(side, axis)}"
-            for side, axis in zip(recordings.sides, (self.old.axis, self.new.axis), strict=True)
-        )
-        calls = f"{who}{self.new.what}{size} {name_phase(self.new.phase)}"
-        return f"{calls} now over {new} instead of {old}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Exchanged(Replaced):
     """Other collectives replace all calls that modules issue over an axis, or in a phase."""
 
@@ -597,16 +564,6 @@ def _split_by_side(rows: Iterable[_ChangedRow]) -> tuple[list[_ChangedRow], list
     """Return the rows of collectives that only the old state has, and those of the new one."""
     sent = [row for row in rows if row[0].axis]
     return [row for row in sent if not row[2]], [row for row in sent if not row[1]]
-
-
-def _are_equal_user_calls(old: Rows, new: Rows) -> bool:
-    before, after = ([(row.ranks, row.calls) for row in rows] for rows in (old, new))
-    return is_from_user_code(old) and before == after
-
-
-def _describe_size(profile: CommProfile, axis: str) -> str:
-    sizes = [mesh_axis.size for mesh_axis in profile.mesh_axes if mesh_axis.name == axis]
-    return f" ({show_count(sizes[0], 'rank')})" if sizes else ""
 
 
 @dataclass(frozen=True, kw_only=True)

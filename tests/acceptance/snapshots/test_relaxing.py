@@ -140,7 +140,7 @@ STILL = {
     "an axis": (
         'False, "tp"',
         'False, "dp"',
-        "down: all_reduce in forward now over dp (2 ranks) instead of tp (2 ranks), 7 more changes",
+        "down: all_reduce[dp] instead of all_reduce[tp] in forward, 7 more changes",
     ),
 }  # fmt: skip
 

@@ -42,8 +42,7 @@ def with_rows(*rows):
         (
             metric(),
             metric(axis="tp"),
-            "all_reduce of 12 B outside forward and backward now over tp (2 ranks) instead of dp "
-            "(4 ranks)",
+            "all_reduce[tp] instead of all_reduce[dp] outside forward and backward, same size",
         ),
         (
             metric(),
