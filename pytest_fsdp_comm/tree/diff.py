@@ -44,6 +44,8 @@ class TreeChange:
         return f"{self.subject}: {self.what}{cause}"
 
 
+_ADDED: Final = "added,"
+_REMOVED: Final = "removed, was"
 _NEW_ROOT: Final = "becomes a root"
 _NEW_UNIT: Final = "becomes a unit of its own"
 _NO_UNIT: Final = "is no longer a unit"
@@ -129,10 +131,22 @@ def _compare_common_ranks(
     for pair, ranks in ranks_of.items():
         for change in compare_trees(*(trees[at] for at in pair), carried_elements=carried_elements):
             ranks_by_change[change] += ranks
+    # A parameter that some ranks lost and others gained has moved, such as to another stage.
+    moved_from = {
+        gained: lost
+        for gained in ranks_by_change
+        for lost in [replace(gained, what=gained.what.replace(_ADDED, _REMOVED, 1))]
+        if gained.what.startswith(_ADDED) and lost in ranks_by_change
+    }
     for change, ranks in ranks_by_change.items():
+        if change in moved_from.values():
+            continue
         is_everywhere = len(ranks) == len(before.keys() & after.keys())
-        where = "" if is_everywhere else f", on {name_ranks(ranks)}"
-        yield replace(change, what=f"{change.what}{where}")
+        what = change.what if is_everywhere else f"{change.what}, on {name_ranks(ranks)}"
+        if change in moved_from:
+            old_ranks = ranks_by_change[moved_from[change]]
+            what = f"moved from {name_ranks(old_ranks)} to {name_ranks(ranks)}"
+        yield replace(change, what=what)
 
 
 def _diff_fact(
@@ -275,9 +289,9 @@ def _describe_parameter_changes(
     if old is None or new is None:
         if new is not None:
             placement = f" {_describe_placement(new)}"
-            yield f"added,{_TRAINED if is_loose and new.trainable else placement}"
+            yield f"{_ADDED}{_TRAINED if is_loose and new.trainable else placement}"
         if old is not None:
-            yield f"removed, was {_describe_placement(old)}"
+            yield f"{_REMOVED} {_describe_placement(old)}"
         return
     if old.placements != new.placements:
         yield f"{_describe_placement(old)} -> {_describe_placement(new)}"

@@ -55,6 +55,17 @@ STAGES = (FIRST, FIRST, SECOND, SECOND)
             (FIRST, FIRST, tree(1, policy=False), tree(1, policy=False)),
             ["layers.1: reshard_after_forward True -> False, on ranks 2-3"],
         ),
+        # A layer of the second stage moved to the first, or became part of both.
+        (
+            (FIRST, FIRST, tree(1, 2), tree(1, 2)),
+            (tree(0, 1), tree(0, 1), tree(2), tree(2)),
+            ["layers.1.weight: moved from ranks 2-3 to ranks 0-1"],
+        ),
+        (
+            (FIRST, FIRST, tree(1, 2), tree(1, 2)),
+            (tree(0, 1), tree(0, 1), tree(1, 2), tree(1, 2)),
+            ["layers.1.weight: added, a plain tensor, on ranks 0-1"],
+        ),
         # Changes of all ranks name no ranks.
         (
             (FIRST, FIRST, replace(FIRST, units={}), FIRST),
