@@ -41,7 +41,7 @@ from pytest_fsdp_comm.text.fqn import fold_fqns
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import join_first
 
-Ranks: TypeAlias = tuple[int, ...]
+_Ranks: TypeAlias = tuple[int, ...]
 _MAX_PARENTS: Final = 3
 
 
@@ -340,7 +340,7 @@ def _list_unit_policies(state: State, units: Iterable[Owner]) -> set[tuple[bool,
 class MovedUnits(Replaced):
     """Units moved to another stage of a pipeline, so other ranks gather them."""
 
-    ranks: Mapping[Owner, tuple[Ranks, Ranks]]
+    ranks: Mapping[Owner, tuple[_Ranks, _Ranks]]
     """The ranks that gather each unit in both recordings."""
     sending_owners: ClassVar[tuple[Owner, ...]] = ()
 
@@ -351,7 +351,7 @@ class MovedUnits(Replaced):
         if not has_stages or between.axes[0] != between.axes[1]:
             return
         keys: dict[Owner, Iterable[RowKey]] = {}
-        ranks: dict[Owner, tuple[Ranks, Ranks]] = {}
+        ranks: dict[Owner, tuple[_Ranks, _Ranks]] = {}
         for group in between.differences:
             old, new = map(_list_ranks_of_gathers, (group.old, group.new))
             if old and new and set(old).isdisjoint(new):
@@ -365,7 +365,7 @@ class MovedUnits(Replaced):
         return True
 
     def describe(self, recordings: Recordings) -> str:
-        owners: defaultdict[tuple[Ranks, Ranks], list[Owner]] = defaultdict(list)
+        owners: defaultdict[tuple[_Ranks, _Ranks], list[Owner]] = defaultdict(list)
         for owner, ranks in self.ranks.items():
             owners[ranks].append(owner)
         moves = [
@@ -375,7 +375,7 @@ class MovedUnits(Replaced):
         return f"pipeline stages: {join_first(moves, _MAX_PARENTS)}"
 
 
-def _list_ranks_of_gathers(content: Content) -> Ranks:
+def _list_ranks_of_gathers(content: Content) -> _Ranks:
     """Return the ranks that gather a unit in forward; empty if all ranks do, or none."""
     rows = chain.from_iterable(content.gathers[Phase.FORWARD].values())
     ranks = [row.ranks for row in rows]
