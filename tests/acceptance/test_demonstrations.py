@@ -142,8 +142,8 @@ def test_lm_head_gathered_per_loss_chunk_is_explained(llama):
     )
     assert lines[2] == "tree: lm_head: becomes a unit of its own (fsdp2)"
     assert lines[3] == (
-        "likely: called several times in one forward, e.g. by a chunked loss: call unshard() "
-        "once before, or leave it in its parent's unit"
+        "likely: called several times in one forward, e.g. by a chunked loss: leave it in "
+        "its parent's unit, or set its reshard_after_forward to False"
     )
     assert lines[4].startswith("cost: +63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank")
     assert lines[5:] == ["... and 2 more lines (-vv)", ACCEPT]

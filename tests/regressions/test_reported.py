@@ -145,9 +145,21 @@ def test_head_gathered_per_loss_chunk_is_explained(record, device_mesh):
     reviewed = record(model, lambda: step(model))
     regressed = record(chunked, lambda: step(chunked, chunks=4))
     assert said(reviewed, regressed)[1] == (
-        "likely: called several times in one forward, e.g. by a chunked loss: call unshard() "
-        "once before, or leave it in its parent's unit"
+        "likely: called several times in one forward, e.g. by a chunked loss: leave it in "
+        "its parent's unit, or set its reshard_after_forward to False"
     )
+
+
+@pytest.mark.parametrize("advice", ["parent", "kept"])
+def test_advice_for_a_chunked_loss_helps(record, device_mesh, advice):
+    def count_gathers(*, is_advised):
+        model = Model()
+        if not (is_advised and advice == "parent"):
+            fully_shard(model.head, mesh=device_mesh(), reshard_after_forward=not is_advised)
+        shard(model, device_mesh())
+        return count(record(model, lambda: step(model, chunks=4)), "all_gather")
+
+    assert count_gathers(is_advised=True) < count_gathers(is_advised=False)
 
 
 def test_embedding_gathered_in_backward_is_explained(record, device_mesh):

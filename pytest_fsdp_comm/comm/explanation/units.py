@@ -606,8 +606,8 @@ def _explain_more_calls(step: Replaced, recordings: Recordings) -> str:
         return "the unit runs several times, each time with a backward that reduces its gradients"
     if is_resharded:
         return (
-            "called several times in one forward, e.g. by a chunked loss: call unshard() once "
-            "before, or leave it in its parent's unit"
+            "called several times in one forward, e.g. by a chunked loss: leave it in its parent's "
+            "unit, or set its reshard_after_forward to False"
         )
     again = "the unit runs again without a backward, e.g. under no_grad()"
     # In a list of layers, only the first layer may have inputs that require no gradients.
