@@ -13,6 +13,7 @@ import pytest
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.options import OPTIONS
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, RankContext
+from pytest_fsdp_comm.text.words import show_count
 
 if TYPE_CHECKING:
     from syrupy.assertion import SnapshotAssertion
@@ -85,7 +86,7 @@ class MakeDeviceMesh:
 
     def __repr__(self) -> str:
         """Return a short repr, because pytest prints it when a test with this fixture fails."""
-        return f"<MakeDeviceMesh of {self._dist_info.world_size} ranks>"
+        return f"<MakeDeviceMesh of {show_count(self._dist_info.world_size, 'rank')}>"
 
 
 @pytest.fixture

@@ -63,8 +63,10 @@ def run(options: argparse.Namespace) -> int:
     }
     for file in files:
         if file.exists():
+            update = f"pytest --snapshot-update {shell_word(os.path.relpath(test))}"
             raise FsdpCommError(
-                f"{show_path(file)} already exists: remove it, or choose another test file with -o"
+                f"{show_path(file)} already exists: to accept a new recording, run {update}; to "
+                "write a new test, remove the file, or choose another test file with -o"
             )
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)

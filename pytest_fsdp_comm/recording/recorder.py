@@ -571,7 +571,8 @@ class Recorder:
         if unsharded:
             self._notes.append(
                 "the first all-gather is missing for units that were already unsharded when the "
-                f"recording began: {', '.join(unsharded)}"
+                "recording began, e.g. after an evaluation, which a training step before the block "
+                f"would undo: {', '.join(unsharded)}"
             )
 
     def _note_replaced_methods(self, groups: Iterable[object]) -> None:

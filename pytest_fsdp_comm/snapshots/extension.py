@@ -17,6 +17,7 @@ from syrupy.data import SnapshotCollections
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 from syrupy.location import PyTestLocation
 
+from pytest_fsdp_comm.comm.events import Recording
 from pytest_fsdp_comm.comm.profile import CommProfile, remove_activation_sizes
 from pytest_fsdp_comm.errors import (
     EmptyRecordingError,
@@ -461,6 +462,8 @@ class CommSnapshot(SnapshotAssertion):
         item.stash[COMPARED][show_path(location, item.config.rootpath)] = None
         result = self.executions[self.num_executions - 1]
         note_update(item, result)
+        if self.explains and (result.created or result.updated):
+            _warn_about_notes(value, location)
         if result.success:
             # Delete the artifacts of an earlier, failed run, or `fsdp-comm accept` would use them.
             self.extension.keep_artifacts(location, received=None, expected=None)
@@ -471,6 +474,14 @@ class CommSnapshot(SnapshotAssertion):
         return f"<CommSnapshot of {self.test_location.testname}>"
 
     __hash__ = None  # type: ignore[assignment]  # as in syrupy: a comparison has side effects
+
+
+def _warn_about_notes(value: object, location: str) -> None:
+    """Show what a recording lacks when it becomes a snapshot; a comparison would pass later."""
+    recording: Recording | None = getattr(value, "recording", None)
+    for note in recording.notes if recording is not None else ():
+        text = printable(f"{show_path(Path(location))}: {note}")
+        warnings.warn(text, pytest.PytestWarning, stacklevel=1)
 
 
 def note_update(item: pytest.Item, result: AssertionResult) -> None:

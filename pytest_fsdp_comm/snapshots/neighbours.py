@@ -16,6 +16,7 @@ from pytest_fsdp_comm.snapshots.names import (
     SUFFIX,
     directory_to_module,
     escape_test_name,
+    module_to_directory,
     read_basename,
     strip_test_parameters,
 )
@@ -44,6 +45,8 @@ def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
 
     The hint is empty if no file fits. `text` is the snapshot that would be written to `missing`.
     """
+    if nested := _describe_nested_project(item, missing):
+        return nested
     # Suggest the test's file for a different world size, or a file of a test that no longer exists,
     # because that test was probably renamed.
     name, variant = read_basename(missing.stem) or ("", "")
@@ -79,6 +82,20 @@ def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
     # mv does not create directories. git mv would refuse files that are not committed yet.
     mkdir = "" if missing.parent.is_dir() else f"mkdir -p {directory} && "
     return f"{lead} {mkdir}mv -n {old} {new}"
+
+
+def _describe_nested_project(item: pytest.Item, missing: Path) -> str:
+    """Return a hint if a project around the test, below pytest's root, has the snapshot."""
+    root = item.config.rootpath
+    name = os.path.relpath(item.config.stash[OPTIONS].snapshot_dir, root)
+    for directory in item.path.parents:
+        if not directory.is_relative_to(root) or directory == root:
+            return ""
+        path = directory / name / module_to_directory(item.path, directory) / missing.name
+        if path.is_file():
+            project = shell_word(path_from(item.config, directory))
+            return f"{show_path(path, root)} exists: start pytest in {project}"
+    return ""
 
 
 def _is_test_gone(item: pytest.Item, path: Path, name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Final, TypeAlias
 
@@ -68,10 +68,17 @@ class AxisUsed(Replaced):
 
     @classmethod
     def propose(cls, between: Between) -> Iterator[Step]:
-        old, new = ({axis.name for axis in axes} for axes in between.axes)
-        for is_added, axes in ((True, new - old), (False, old - new)):
+        # An axis of the same ranks was renamed, see `AxisRenamed`.
+        old, new = ({replace(axis, name=""): axis.name for axis in axes} for axes in between.axes)
+        lost, added = (
+            {side[ranks] for ranks in side.keys() - other} - {*other.values()}
+            for side, other in ((old, new), (new, old))
+        )
+        for is_added, axes in ((True, added), (False, lost)):
             for axis in sorted(axes):
-                keys = between.select_rows(partial(_is_over_axis_or_redistribution, axis))
+                keys = between.select_rows(
+                    partial(_is_over_axis_or_redistribution, axis, is_added=is_added)
+                )
                 yield from cls.propose_copied_rows(between, keys, is_added=is_added, axis=axis)
 
     def describe(self, recordings: Recordings) -> str:
@@ -84,9 +91,12 @@ class AxisUsed(Replaced):
         return add_calls(f"{who}: new collectives over {self.axis}, which had none before", calls)
 
 
-def _is_over_axis_or_redistribution(axis: str, key: RowKey, before: Rows, after: Rows) -> bool:
+def _is_over_axis_or_redistribution(
+    axis: str, key: RowKey, before: Rows, after: Rows, *, is_added: bool
+) -> bool:
     is_move = key.subject == "redistribution" and not (before and after)
-    return key.axis == axis or is_move
+    # If the axis was renamed, rows that the new profile lacks have the new name, too.
+    return (key.axis == axis and bool(after if is_added else before)) or is_move
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +348,7 @@ class PhaseUsed(Replaced):
             for key, rows in content.rows.items()
         ):
             return f"{text}, or not in the way clip_grad_norm_ computes them"
-        return f"{text}: is clip_grad_norm_ still called in each step?"
+        return f"{text}: is clip_grad_norm_ still called, before zero_grad()?"
 
     def _explain_single_number(self) -> str:
         # DTensors would be redistributed.

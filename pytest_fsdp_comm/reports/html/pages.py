@@ -170,7 +170,10 @@ def _test_row(result: Result, sections: Sequence[dict[str, Any]]) -> _TestRow:
     failure = min(failures, key=failure_sort_key, default=None)
     rows = [row for one in failures for row in one.rows]
     sites = [*dict.fromkeys(site for row in rows for site in row.sites)]
-    lines = summarize_changes(failure) if failure else result.message.splitlines()
+    lines = summarize_changes(failure) if failure else ()
+    # If nothing was compared, the reason may be another rank's error, which pytest reports.
+    if failure is None or not (failure.changes or failure.is_missing):
+        lines = tuple(result.message.splitlines()) or lines
     more = f" and {show_count(len(sites) - 1, 'more line')}" if len(sites) > 1 else ""
     return _TestRow(
         status=status_of(result),

@@ -529,6 +529,24 @@ def test_missing_snapshot_names_other_world_sizes(tmp_path):
     assert missing(project.run()) == {"test_n/test_t.ws3": hint}
 
 
+def test_missing_snapshot_is_found_in_a_nested_project(tmp_path):
+    """A monorepo: above a package with settings of its own, pytest has another root."""
+    project = Project(tmp_path)
+    source = "def test_t(recorded, comm_snapshot):\n    assert recorded == comm_snapshot\n"
+    for package in ("one", "two"):
+        project.write(f"services/{package}/pytest.ini", "[pytest]\n")
+        project.write(f"services/{package}/tests/conftest.py", CONFTEST)
+        project.write(f"services/{package}/tests/test_{package}.py", source)
+    assert project.run("--snapshot-update", cwd="services/one").returncode == 0
+    file = "services/one/snapshots/tests/test_one/test_t.ws1.comm"
+    result = project.run("services")
+    assert missing(result) == {
+        "services/one/tests/test_one/test_t.ws1": f"{file} exists: start pytest in services/one",
+        "services/two/tests/test_two/test_t.ws1": "",
+    }
+    assert project.run(cwd="services/one").returncode == 0
+
+
 # Updates.
 
 RANKS = "@pytest.mark.distributed(world_size=2)\n"

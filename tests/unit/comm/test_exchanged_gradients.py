@@ -108,6 +108,14 @@ def test_units_that_no_longer_reduce_may_send_their_gradients_otherwise():
     assert "perhaps" not in first
 
 
+def test_renamed_axis_has_no_new_calls_if_calls_were_lost():
+    metric = row(OUTSIDE, None, "all_reduce", 4)
+    old = made([*profile().rows, metric])
+    new = replace(made([replace(metric, axis="data")]), mesh_axes=(replace(DP, name="data"),))
+    comparison = compare(old, new)
+    assert not any("new collectives over" in text for text in comparison.sentences)
+
+
 SPLIT = profile(tensor_parallel=True, layers=2)
 SUMS = [
     row(phase, f"layers.{number}.down", "all_reduce", 256, "activations", axis="tp")

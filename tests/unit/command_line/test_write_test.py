@@ -66,7 +66,11 @@ def test_written_test_runs_the_script_by_path(recorded, fsdp_comm, project):
     assert names == {f"test_train.ws{size}.comm", f"test_train.ws{size}.tree.comm"}
     again = fsdp_comm("test", "step.json")
     assert again.status == 2
-    assert again.err.startswith("fsdp-comm: test_train.py already exists: remove it, or choose")
+    assert again.err == (
+        "fsdp-comm: test_train.py already exists: to accept a new recording, run pytest "
+        "--snapshot-update test_train.py; to write a new test, remove the file, or choose another "
+        "test file with -o\n"
+    )
 
 
 def test_written_test_has_hosts_of_the_recording(recorded, fsdp_comm, project):
