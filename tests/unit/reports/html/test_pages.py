@@ -519,3 +519,16 @@ def test_page_with_unreadable_snapshot_is_complete():
     assert "line 1 is odd" in page
     assert "Before and after" not in page
     assert "<figure" in page
+
+
+def test_index_names_the_error_that_prevented_a_comparison():
+    text = "rank 0 made comparison 1, but rank 1 ended the test without it"
+    failure = Failure.from_error(text, text)
+    one = compared(record_step(2), record_step(2), verdict="broken", failure=failure)
+    index, tests = pages_of(result(one, message="rank 1: FileNotFoundError: data.bin"))
+    (page,) = tests.values()
+    assert "FileNotFoundError: data.bin" in index
+    assert text not in index
+    assert text in page
+    # Without a message of pytest's, the reason is all there is.
+    assert text in pages_of(result(one))[0]
