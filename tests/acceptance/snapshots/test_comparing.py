@@ -743,3 +743,31 @@ def test_missing_snapshot_in_ci_prints_record_command(project):
     summary = (project.path / "s.md").read_text()
     assert "To record it:\n\n```text\npytest --snapshot-update" in summary
     assert "To accept it" not in summary
+
+
+EVALUATED = """
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+@pytest.mark.distributed(world_size=2)
+@pytest.mark.parametrize("is_evaluated", [True, False])
+def test_step(device_mesh, comm_mode, comm_snapshot, is_evaluated):
+    model, batch = fully_shard(nn.Linear(4, 4), mesh=device_mesh()), torch.ones(2, 4)
+    if is_evaluated:
+        with torch.no_grad():
+            model(batch)
+    with comm_mode(model):
+        model(batch).sum().backward()
+    assert comm_mode == comm_snapshot
+"""
+
+
+def test_update_warns_about_gathers_that_a_snapshot_lacks(run_session):
+    """Later comparisons with this snapshot would pass."""
+    session = run_session(EVALUATED, "--snapshot-update")
+    assert session.status == 0, session.output
+    missing = "the first all-gather is missing"
+    assert f"PytestWarning: snapshots/test_it/test_step[True].ws2.comm: {missing}" in session.output
+    assert session.output.count(missing) == 1
