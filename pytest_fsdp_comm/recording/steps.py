@@ -81,7 +81,7 @@ class StepRecorder:
             self._first - 1 if is_skipped and self._is_recording else self.count + (not is_skipped)
         )
         if self._is_recording and (is_skipped or self.count == self._last):
-            self.close()
+            self._end_recording()
             if is_skipped:
                 _ = self._mode.recording  # mark it as read: the next block replaces it
             else:
@@ -111,6 +111,11 @@ class StepRecorder:
         self._is_recording = True
 
     def close(self) -> None:
+        """Stop watching the program, even if it ended before the recording did."""
+        self._end_recording()
+        self._undo.close()
+
+    def _end_recording(self) -> None:
         if self._is_recording:
             self._is_recording = False
             # A gap must not stop the script, even if warnings are errors: the recording lists it.

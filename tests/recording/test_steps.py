@@ -53,8 +53,10 @@ def test_step_begins_after_previous_optimizer_step(comm_mode):
     assert record_script(comm_mode, train, step=4) is model
     assert marks(comm_mode) == [39, 40, 41, 42]
     assert dist.is_initialized()
+    step, evaluate = torch.amp.GradScaler.step, nn.Module.eval
     with pytest.raises(RecordingError, match=r"ended after 8 optimizer steps .* step 9 ended"):
         record_script(comm_mode, train, step=9)
+    assert (torch.amp.GradScaler.step, nn.Module.eval) == (step, evaluate)
     with pytest.raises(RecordingError, match="expected steps from 3 on, such as 3 or 3-4, got 2"):
         record_script(comm_mode, train, step=2)
 
