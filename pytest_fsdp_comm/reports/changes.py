@@ -26,7 +26,7 @@ from pytest_fsdp_comm.reports.explanation import Failure, Severity, Statement
 from pytest_fsdp_comm.text.fqn import expand, name_containers, natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import join_first, show_count, show_nbytes, show_nbytes_change
-from pytest_fsdp_comm.tree.diff import TreeChange
+from pytest_fsdp_comm.tree.diff import TreeChange, reverse_addition
 
 _MAX_CALLS: Final = 3
 _MAX_LINES: Final = 3
@@ -89,8 +89,13 @@ def _sort_changes(
     ]
     effects = [*sending, *_describe_overlap(comparison)]
     # A row that no step explains may change the most bytes.
-    largest = [entry for row, entry in described if steps and _is_largest(row, comparison)]
-    steps[1:1] = largest
+    sent = [change for change in comparison.changes if change.subject == "collective"]
+    most = max((abs(_find_growth(change)) for change in sent), default=0)
+    steps[1:1] = [
+        entry
+        for row, entry in described
+        if steps and row.subject == "collective" and abs(_find_growth(row)) == most > 0
+    ]
     # Other sizes or layouts of the mesh say more than the steps that follow from them.
     is_mesh_first = not all(map(_is_row_or_rename, comparison.changes))
     first = [*frames, *steps, *effects] if is_mesh_first else [*steps, *effects, *frames]
@@ -127,8 +132,8 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str = "") ->
     replaced = {
         (what, noun, breaks): removed
         for what, noun, breaks in subjects
-        for removed in [(what.replace("added, ", "removed, was ", 1), noun, breaks)]
-        if what.startswith("added, ") and removed in subjects
+        for removed in [(reverse_addition(what), noun, breaks)]
+        if removed in subjects
     }
     for place, names in subjects.items():
         if place in replaced.values():
@@ -148,13 +153,6 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str = "") ->
         snapshot=snapshot,
         statements=(*statements, *(Statement(severity="likely", text=text) for text in likely)),
     )
-
-
-def _is_largest(change: Change, comparison: Comparison) -> bool:
-    """Whether no other row changes more bytes."""
-    changed = [other for other in comparison.changes if other.subject == "collective"]
-    most = max((abs(_find_growth(other)) for other in changed), default=0)
-    return change.subject == "collective" and abs(_find_growth(change)) == most > 0
 
 
 def _find_growth(change: Change) -> int:

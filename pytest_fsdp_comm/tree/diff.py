@@ -135,8 +135,8 @@ def _compare_common_ranks(
     moved_from = {
         gained: lost
         for gained in ranks_by_change
-        for lost in [replace(gained, what=gained.what.replace(_ADDED, _REMOVED, 1))]
-        if gained.what.startswith(_ADDED) and lost in ranks_by_change
+        for lost in [replace(gained, what=reverse_addition(gained.what))]
+        if lost in ranks_by_change
     }
     for change, ranks in ranks_by_change.items():
         if change in moved_from.values():
@@ -147,6 +147,11 @@ def _compare_common_ranks(
             old_ranks = ranks_by_change[moved_from[change]]
             what = f"moved from {name_ranks(old_ranks)} to {name_ranks(ranks)}"
         yield replace(change, what=what)
+
+
+def reverse_addition(what: str) -> str:
+    """Return the text of the removal that reverses ``added, ...``; empty for other changes."""
+    return what.replace(_ADDED, _REMOVED, 1) if what.startswith(_ADDED) else ""
 
 
 def _diff_fact(

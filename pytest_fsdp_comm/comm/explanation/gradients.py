@@ -291,9 +291,7 @@ class Reduced(_OfGradients):
         return ", ".join(sorted(lost)) if can_carry and lost <= recordings.carried_elements else ""
 
     def find_cause(self, recordings: Recordings) -> str:
-        if self.is_by_more:
-            return ""
-        if self._find_carrying_axes(recordings):
+        if self.is_by_more or self._find_carrying_axes(recordings):
             return ""
         known = explain_changed_reductions(self, recordings)
         reason = "parameters are frozen or detached, or gradient synchronization is switched off"
