@@ -108,7 +108,7 @@ class StepRecorder:
             self.models = [nn.ModuleList(self.models)]
             self._mode(self.models)
         self._mode.__enter__()
-        self._is_recording = True
+        self._is_recording, self.has_evaluation = True, False
 
     def close(self) -> None:
         """Stop watching the program, even if it ended before the recording did."""

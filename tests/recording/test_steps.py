@@ -142,6 +142,20 @@ def test_evaluation_in_recorded_step_is_noted(evaluated, in_step, is_noted):
     assert recorder.has_evaluation == is_noted
 
 
+def test_evaluation_in_discarded_step_is_not_noted():
+    model = Net()
+    optimizer = SGD(model.parameters())
+    recorder = recorder_of(CommMode(trace_operations=False), 3, 3)
+    for step in range(1, 6):
+        model.loss().backward()
+        if step == 3:
+            model.eval()
+        optimizer.step()
+        recorder(optimizer, is_skipped=step == 3)
+    assert recorder.is_done
+    assert not recorder.has_evaluation
+
+
 def test_a_closure_runs_in_its_step(comm_mode):
     model = Net()
     optimizer = SGD(model.parameters())
