@@ -109,6 +109,8 @@ class Collective:
     source: Source
     call_site: str
     """``path:line`` of the innermost user code; empty if unknown. Reported, never compared."""
+    is_of_backward: bool = False
+    """Whether `call_site` is the line that calls ``.backward()``; False if it is in a hook."""
     role: Role | None = None
     """Parameters or gradients if FSDP or DDP issued the call, or if the tensor's autograd graph or
     storage shows that the call sends them. Otherwise, activations if the call was issued in a

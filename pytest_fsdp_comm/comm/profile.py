@@ -227,17 +227,6 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
     events: defaultdict[tuple[Phase, str | None, str, str], list[Collective]] = defaultdict(list)
     for event in recording.collectives:
         events[event.phase, event.owner, event.kind, event.axis].append(event)
-    # In backward, FSDP, DDP and DTensors issue calls from the line that calls .backward(), while
-    # hooks issue them from other lines. Hooks issue fewer calls, so assume that the line with the
-    # most rows is the one that calls .backward().
-    rows = Counter(
-        line
-        for (phase, *_), row_events in events.items()
-        if phase is Phase.BACKWARD
-        for line in {event.call_site for event in row_events}
-    )
-    most = max(rows.values(), default=0)
-    backward_lines = {line for line, count in rows.items() if count == most}
     for (phase, owner, kind, axis), row_events in events.items():
         reduced_in: defaultdict[int | None, set[int | None]] = defaultdict(set)
         for event in row_events:
@@ -245,7 +234,13 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
         words = {total: _describe_backwards(total, places) for total, places in reduced_in.items()}
         calls = [Calls.from_event(event, words[event.num_backwards]) for event in row_events]
         sites = Counter(
-            (event.issued_in, event.call_site, call, event.source is Source.DTENSOR)
+            Site(
+                issued_in=event.issued_in,
+                call_site=event.call_site,
+                calls=call,
+                is_of_dtensor=event.source is Source.DTENSOR,
+                is_of_backward=event.is_of_backward,
+            )
             for event, call in zip(row_events, calls, strict=True)
         )
         yield Row(
@@ -255,14 +250,8 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
             axis=axis,
             calls=_make_counted_calls(Counter(calls)),
             sites=tuple(
-                Site(
-                    issued_in=issued_in,
-                    call_site=call_site,
-                    calls=replace(call, count=count),
-                    is_of_dtensor=is_of_dtensor,
-                    is_of_backward=phase is Phase.BACKWARD and call_site in backward_lines,
-                )
-                for (issued_in, call_site, call, is_of_dtensor), count in sites.most_common()
+                replace(site, calls=replace(site.calls, count=count))
+                for site, count in sites.most_common()
             ),
         )
 

@@ -389,7 +389,10 @@ class Recorder:
             )
         elif operation.kind in REDUCING:
             self.tensors.expect_new_gradients()
-        call_site = find_call_site() if unit is not None else scan.call_site
+        if unit is not None:
+            call_site, is_of_backward = find_call_site(), unit.phase is Phase.BACKWARD
+        else:
+            call_site, is_of_backward = scan.call_site, scan.is_of_backward
         is_callback = getattr(self._here, "attribution", None) is not None
         is_unordered = is_callback or self not in entered_recorders()
         batch = len(bound["op_list"]) - 1 if operation.kind == BATCH else 0
@@ -416,6 +419,7 @@ class Recorder:
         common = {
             "op": call.op,
             "call_site": call_site,
+            "is_of_backward": is_of_backward,
             "after_backwards": len(self._backwards),
             "is_unordered": is_unordered,
         }

@@ -15,9 +15,10 @@ from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.amounts import NO_BACKWARD
 from pytest_fsdp_comm.comm.explanation.causes import Cause
 from pytest_fsdp_comm.comm.explanation.names import Renamed
-from pytest_fsdp_comm.comm.explanation.overlap import Waits
+from pytest_fsdp_comm.comm.explanation.overlap import ExposureChange, Waits
 from pytest_fsdp_comm.comm.explanation.states import count_calls, nbytes_of
 from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
+from pytest_fsdp_comm.comm.explanation.timing import TimingChange
 from pytest_fsdp_comm.comm.explanation.training import TrainingChange
 from pytest_fsdp_comm.comm.explanation.words import name_modules, name_place
 from pytest_fsdp_comm.comm.profile import Row
@@ -102,7 +103,14 @@ def _sort_changes(
     # Changes in units precede changes in timing, which result from them.
     explanation = comparison.explanation
     timings = () if explanation is None else explanation.timings
-    late = [Statement(severity="change", text=timing.describe()) for timing in timings]
+    late = [
+        Statement(
+            severity="change",
+            text=timing.describe(),
+            place=_name_places_of_calls(timing, timing.subject, timing.after[-1][0], comparison),
+        )
+        for timing in timings
+    ]
     second = [*(entry for entry in others if entry not in effects), *late]
     main = first or second or reshards
     # Steps do not cover these collectives. Those between pipeline stages follow from the schedule.
@@ -201,7 +209,8 @@ def _describe_overlap(comparison: Comparison) -> Iterator[Statement]:
     for change in comparison.exposures:
         is_only = not (comparison.remaining or comparison.reported)
         severity: Severity = "change" if change.is_lost or is_only else "rest"
-        yield Statement(severity=severity, text=change.describe())
+        place = _name_places_of_calls(change, "exposed", change.is_lost, comparison)
+        yield Statement(severity=severity, text=change.describe(), place=place)
     # A host wait that exposes calls is their cause.
     named = [step for cause in comparison.causes for step in cause.steps]
     for step, text in zip(comparison.reported, comparison.sentences, strict=True):
@@ -209,6 +218,22 @@ def _describe_overlap(comparison: Comparison) -> Iterator[Statement]:
             # Waits that expose nothing matter less than calls that can no longer be hidden.
             statement = _describe_step(step, text, comparison)
             yield replace(statement, severity="rest") if comparison.exposures else statement
+
+
+def _name_places_of_calls(
+    change: ExposureChange | TimingChange, field: str, value: object, comparison: Comparison
+) -> str:
+    """Return ``at train.py:9``: the lines that issue calls with this value of `field`."""
+    sites = tuple(
+        (owner, site)
+        for owner in change.owners
+        for row in comparison.recorded.get((owner, change.key), ())
+        for site in row.sites
+        # FSDP gathers parameters wherever a module happens to run.
+        if site.calls.role != Role.PARAMETERS and getattr(site.calls, field) == value
+    )
+    calls = _drop_backward_lines(NewCalls(sites))
+    return f"at {_name_call_sites(calls)}" if _list_call_sites(calls) else ""
 
 
 def _describe_step(step: TrainingChange | Step, text: str, comparison: Comparison) -> Statement:

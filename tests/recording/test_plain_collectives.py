@@ -5,6 +5,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 NUMEL = 4
 NBYTES = 4 * NUMEL
@@ -68,6 +70,32 @@ def test_each_call_is_one_event_with_its_bytes(comm_mode, dist_info):
     }
     sites = [event.call_site for event in comm_mode.events]
     assert all("test_plain_collectives.py:" in site for site in sites)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_call_in_hook_is_not_of_the_line_that_calls_backward(comm_mode):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+
+    def hook(param):
+        dist.all_reduce(param.grad)
+
+    # If hooks issue most calls of backward, their line is still not the one that calls it.
+    for param in [*model.parameters()] * 3:
+        param.register_post_accumulate_grad_hook(hook)
+    unit = fully_shard(nn.Linear(4, 4))
+    with comm_mode(model):
+        unit(model(torch.ones(4, 4))).sum().backward()
+    found = {
+        (event.kind, event.phase.value, event.call_site.rpartition(":")[2], event.is_of_backward)
+        for event in comm_mode.events
+    }
+    first = hook.__code__.co_firstlineno
+    step = str(first + 8)
+    assert found == {
+        ("all_gather", "forward", step, False),
+        ("reduce_scatter", "backward", step, True),
+        ("all_reduce", "backward", str(first + 1), False),
+    }
 
 
 @pytest.mark.distributed(world_size=4)

@@ -61,6 +61,8 @@ class StackScan:
     """The local variables of `redistribution`, read only once because reading them is slow."""
     caller: FrameType | None = None
     """The innermost frame of user code, or else of a library other than torch, if any."""
+    is_of_backward: bool = False
+    """Whether the caller called the autograd engine, which issued the call."""
 
     @property
     def call_site(self) -> str:
@@ -72,7 +74,7 @@ class StackScan:
         if kind in {"user", "library"}:
             caller_kind = self.caller and get_cached_code_kind(self.caller.f_code)
             if caller_kind is None or (caller_kind == "library" and kind == "user"):
-                self.caller = frame
+                self.caller, self.is_of_backward = frame, self.is_in_engine
         # Frames further out did not request the call; see Note [No hooks].
         elif self.innermost is not None or self.is_in_engine:
             return

@@ -4,7 +4,6 @@ import dataclasses
 from collections import Counter
 
 import pytest
-from report_values import record_step
 from sample_profiles import counted
 
 from pytest_fsdp_comm.comm.calls import Calls
@@ -17,7 +16,6 @@ from pytest_fsdp_comm.comm.profile import (
     GatheredPeak,
     Row,
     Site,
-    fold,
     replace_fields,
     restrict,
     sort_rows,
@@ -445,22 +443,6 @@ def test_change_in_backward_names_the_line_of_a_hook(is_of_backward, place):
     hook = sent(("hooks.py:7", 1), phase=BACKWARD, is_of_backward=is_of_backward)
     (line,) = change_lines(rendered(profile(call), profile(call, hook)))
     assert line == f"a in backward: all_gather[dp] 0 -> 1 (+1), 0 -> 1.0 KiB per rank{place}"
-
-
-def test_fold_tells_hooks_from_the_line_with_backward():
-    recording = record_step(2)
-    last = next(one for one in reversed(recording.collectives) if one.phase is BACKWARD)
-    hook = dataclasses.replace(last, index=99, kind="broadcast", call_site="hooks.py:7")
-    folded = fold(dataclasses.replace(recording, collectives=(*recording.collectives, hook)))
-    assert {
-        (row.phase, site.call_site, site.is_of_backward)
-        for row in folded.rows
-        for site in row.sites
-    } == {
-        (FORWARD, "train.py:7", False),
-        (BACKWARD, "train.py:7", True),
-        (BACKWARD, "hooks.py:7", False),
-    }
 
 
 def sites_of(failure):

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 from sample_profiles import FORWARD, changed, counted, profile, role
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.profile import replace_fields
+from pytest_fsdp_comm.comm.profile import Row, Site, replace_fields
 from pytest_fsdp_comm.reports.changes import render_comparison
 
 
@@ -45,6 +46,45 @@ def test_host_wait_that_exposes_gathers_is_their_cause():
     assert likely == "likely: the host now waits for the GPU: layers.{0..2} in forward (item)"
     assert cost.startswith("cost: bytes unchanged, exposed 0 -> ")
     assert cost.endswith("per rank and step, peak gathered unchanged") or "peak" not in cost
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({}, ", at train.py:9"),
+        # FSDP gathers parameters, and the line that calls .backward() issues all calls of backward.
+        ({"role": "parameters"}, ""),
+        ({"is_of_backward": True}, ""),
+        # This line issues only calls that are hidden as before.
+        ({"exposed": False}, ""),
+    ],
+)
+def test_exposed_calls_name_the_line_that_issues_them(changes, place):
+    call = Calls(nbytes=64, dtype="float32", role=changes.get("role", ""), count=1)
+    sent = Row(phase=Phase.BACKWARD, owner=None, what="all_reduce", axis="dp", calls=(call,))
+    exposed = replace(call, exposed=True)
+    site = Site(
+        issued_in=None,
+        call_site="train.py:9",
+        calls=replace(exposed, exposed=changes.get("exposed", True)),
+        is_of_backward=changes.get("is_of_backward", False),
+    )
+    new = replace(sent, calls=(exposed,), sites=(site,))
+    old, new = (replace(BASE, rows=(*BASE.rows, one)) for one in (sent, new))
+    assert told(old, new)[0].partition(" per rank and step")[2] == place
+
+
+def test_calls_that_became_synchronous_name_their_line():
+    call = Calls(nbytes=64, dtype="float32", is_async=True, count=1)
+    old = Row(phase=Phase.OUTSIDE, owner=None, what="all_reduce", axis="dp", calls=(call,))
+    calls = replace(call, is_async=False)
+    site = Site(issued_in=None, call_site="train.py:9", calls=calls)
+    new = replace(old, calls=(calls,), sites=(site,))
+    sides = (replace(BASE, rows=(*BASE.rows, one)) for one in (old, new))
+    assert told(*sides)[0] == (
+        "(no-module) outside forward and backward: all_reduce[dp] now synchronous: the caller "
+        "waits for it, at train.py:9"
+    )
 
 
 def test_host_wait_that_exposes_nothing_says_so():
