@@ -154,6 +154,10 @@ def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None
     """Compare the `comparable` parts of two profiles, and explain the diff."""
     words = {True: "compared", False: "not compared"}
     sizes = words[old.sizes_activations], words[new.sizes_activations]
+    backwards = [
+        {call.backwards for row in side.collectives for call in row.calls} - {""}
+        for side in (old, new)
+    ]
     old, new = comparable(old, new)
     frames = tuple(_compare_run_facts(old, new, sizes))
     recorded = _group_by_place(new.rows)
@@ -163,7 +167,11 @@ def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None
     cost = cost_of_change(old, new)
     explanation = explain(old, new)
     recordings = Recordings(
-        old=old, renamed=rename_rows(old, explanation.steps), new=new, trees=evidence
+        old=old,
+        renamed=rename_rows(old, explanation.steps),
+        new=new,
+        trees=evidence,
+        has_same_backwards=backwards[0] == backwards[1] != set(),
     )
     causes = find_causes(
         explanation,
@@ -236,6 +244,7 @@ def _compare_group_counts(old: Iterable[MeshAxis], new: Iterable[MeshAxis]) -> I
         before = counts.get(axis, after)
         if before != after:
             text = f"{axis.name} now has {show_count(after, 'process group')} instead of {before}"
+            text += ", e.g. by new_group() in each module or step" if after > before else ""
             yield Change(subject="frame", phase=None, what="mesh", new_text=text)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -14,6 +14,7 @@ from pytest_fsdp_comm.comm.diff import Change, Comparison, NewCalls
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.amounts import NO_BACKWARD
 from pytest_fsdp_comm.comm.explanation.causes import Cause
+from pytest_fsdp_comm.comm.explanation.evidence import NORM
 from pytest_fsdp_comm.comm.explanation.names import Renamed
 from pytest_fsdp_comm.comm.explanation.overlap import ExposureChange, Waits
 from pytest_fsdp_comm.comm.explanation.states import count_calls, nbytes_of
@@ -30,6 +31,7 @@ from pytest_fsdp_comm.text.words import join_first, show_count, show_nbytes, sho
 from pytest_fsdp_comm.tree.diff import TreeChange, reverse_addition
 
 _MAX_CALLS: Final = 3
+_MAX_RANK_SETS: Final = 3
 _MAX_LINES: Final = 3
 _MAX_SUBJECTS: Final = 3
 # Matches the name of an axis: the `dp` of ``dp=4 stride 2``.
@@ -80,7 +82,11 @@ def _sort_changes(
         for subject in ("frame", "reshard")
     )
     others = [entry for row, entry in described if row.subject not in {"frame", "reshard"}]
-    user_calls = [pair for pair in described if _is_change_of_user_calls(pair[0])]
+    user_calls = [
+        (row, entry)
+        for row, entry in described
+        if _is_change_of_user_calls(row) and not (steps and _is_of_other_norms(row, comparison))
+    ]
     # Other collectives are the change, and what they expose is their effect. A barrier sends
     # nothing; it is one of the waits.
     sending = [
@@ -178,6 +184,14 @@ def _is_change_of_user_calls(change: Change) -> bool:
     return change.subject == "collective" and roles <= {"", *[Role.ACTIVATIONS] * is_whole}
 
 
+def _is_of_other_norms(change: Change, comparison: Comparison) -> bool:
+    """Whether as many calls as before send the norms of more or fewer DTensors."""
+    is_same_count = count_calls(change.before) == count_calls(change.after)
+    return is_same_count and any(
+        key.phase is change.phase and NORM in key.what for _, key in comparison.recorded
+    )
+
+
 def _is_row_or_rename(change: Change) -> bool:
     """Whether a change affects rows, or only the names of mesh axes."""
     old, new = (_AXIS_NAME.sub("", text) for text in (change.old_text, change.new_text))
@@ -195,13 +209,15 @@ def _name_subjects(patterns: Sequence[str], noun: str) -> str:
 def _describe_steps(comparison: Comparison) -> Iterator[Statement]:
     """Yield a statement about each step, and about each change that breaks training."""
     steps = [*zip(comparison.reported, comparison.sentences, strict=True)]
-    is_alone = len(steps) == 1 and isinstance(steps[0][0], Renamed)
+    # A reviewer reads all renames at once.
+    renames = [text for step, text in steps if isinstance(step, Renamed)]
     timings = comparison.explanation is not None and comparison.explanation.timings
-    suffix = "; all communication is unchanged"
-    suffix *= is_alone and not (comparison.remaining or timings)
+    if renames and len(renames) == len(steps) and not (comparison.remaining or timings):
+        renames.append("all communication is unchanged")
     for step, text in steps:
-        if not isinstance(step, Waits):
-            yield _describe_step(step, text + suffix, comparison)
+        if not isinstance(step, Waits) and text not in renames[1:]:
+            is_rename = text in renames
+            yield _describe_step(step, "; ".join(renames) if is_rename else text, comparison)
 
 
 def _describe_overlap(comparison: Comparison) -> Iterator[Statement]:
@@ -384,12 +400,21 @@ def _describe_change(change: Change, amount: str = "") -> str:
 
 
 def _describe_amounts(change: Change, times: str = "") -> str:
-    differ = any(row.ranks for row in (*change.before, *change.after))
-    if len(change.before) <= 1 and len(change.after) <= 1 and not differ:
-        before = change.before[0] if change.before else None
-        after = change.after[0] if change.after else None
+    sides = change.before, change.after
+    if not any(row.ranks for side in sides for row in side):
+        before, after = (side[0] if side else None for side in sides)
         return _describe_row_change(before, after, times)
-    return f"{_show_amounts(change.before)} -> {_show_amounts(change.after)}"
+    if not all(row.ranks for side in sides for row in side):
+        return f"{_show_amounts(change.before)} -> {_show_amounts(change.after)}"
+    old, new = ({rank: row for row in side for rank in row.ranks} for side in sides)
+    ranks_by_text: defaultdict[str, list[int]] = defaultdict(list)
+    for rank in sorted({**old, **new}):
+        before, after = old.get(rank), new.get(rank)
+        if before is None or after is None or before.calls != after.calls:
+            ranks_by_text[_describe_row_change(before, after, times)].append(rank)
+    listed = [f"on {name_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+    more = len(listed) - _MAX_RANK_SETS
+    return "; ".join([*listed[:_MAX_RANK_SETS], *[f"{more} other changes"] * (more > 0)])
 
 
 def _describe_row_change(before: Row | None, after: Row | None, times: str) -> str:
@@ -411,6 +436,17 @@ def _describe_row_change(before: Row | None, after: Row | None, times: str) -> s
             parts = [*parts[is_all:], f"{removed} -> {added}"]
         elif removed or added:
             parts.append(f"{'removed' if removed else 'added'} {removed or added}")
+    elif before and after and len(before.calls) > 1:
+        old_counts, new_counts = (
+            Counter({replace(calls, count=0): calls.count for calls in row.calls})
+            for row in (before, after)
+        )
+        fewer, more = old_counts - new_counts, new_counts - old_counts
+        # One of several kinds of calls is issued more or less often.
+        for word, counts in (("removed", fewer), ("added", more)):
+            if len({*fewer, *more}) == 1 and counts:
+                ((calls, count),) = counts.items()
+                parts.append(f"{word} {replace(calls, count=count)}")
     return ", ".join(parts)
 
 

@@ -16,7 +16,7 @@ _MAX_RANKS_TEXT: Final = 24
 
 def cost_lines(cost: Cost, *, width: int = _WIDTH) -> tuple[str, ...]:
     """Describe the total cost, then the cost of each kind, largest first; empty if unchanged."""
-    # Example: ``+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank and step), +32 % in all,
+    # Example: ``+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank), +32 % in all,
     # peak gathered unchanged``.
     by_bytes = _find_changed_parts(cost, lambda volume: volume.nbytes)
     by_count = _find_changed_parts(cost, lambda volume: volume.count)
@@ -28,7 +28,7 @@ def cost_lines(cost: Cost, *, width: int = _WIDTH) -> tuple[str, ...]:
         total, parts = _describe_calls(cost, by_count)
     if cost.exposed_before != cost.exposed_after:
         change = show_nbytes_change(cost.exposed_before, cost.exposed_after)
-        total.append(f"exposed {change} per rank and step")
+        total.append(f"exposed {change} per rank")
     total += _describe_peak(cost, by_bytes)
     if total and not by_bytes and cost.after.nbytes:
         total.insert(0, "bytes unchanged")
@@ -92,7 +92,7 @@ def _describe_bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str],
         head = f"bytes unchanged in {all_calls} ({nbytes} {ranks})"
         if cost.ranks:
             where = _name_ranks_briefly(cost.ranks)
-            head = f"bytes unchanged in all on {where}, where kinds change most ({nbytes} per step)"
+            head = f"bytes unchanged in all on {where}, where kinds change most ({nbytes})"
     else:
         change = f"{_show_bytes_change(cost)} {ranks}"
         head = f"{_show_bytes_growth(cost)} bytes in {all_calls} ({change})"
@@ -192,8 +192,8 @@ def _count_calls_of_unknown_size(part: PartCost | Cost) -> tuple[int, int]:
 
 def _describe_ranks_of_cost(cost: Cost) -> str:
     if not cost.ranks:
-        return "per rank and step"
-    return f"per step on {_name_ranks_briefly(cost.ranks)}, the largest change"
+        return "per rank"
+    return f"on {_name_ranks_briefly(cost.ranks)}, the largest change"
 
 
 def _name_ranks_briefly(ranks: Sequence[int]) -> str:

@@ -342,8 +342,10 @@ def failure_lines(failure: Failure, *, everything: bool = False) -> tuple[str, .
     lines: list[str] = []
     # Print only as many rows as fit, because pytest would cut off the command, which comes last.
     numbers = range(len(kept), least - 1, -1)
-    # Shorten the first line only if it would not fit even without most of the others.
-    for cuts_first, num_kept in ((cuts, number) for cuts in (False, True) for number in numbers):
+    # Shorten the second line only if that is not enough for the others, and the first line only if
+    # it would not fit even without most of the others.
+    attempts = [(number, whole) for number in numbers for whole in (2, 1)]
+    for num_kept, num_whole in (*attempts, *((number, 0) for number in numbers)):
         hidden = [rows[index].severity for index in kept[num_kept:]]
         # Do not hide a single row, because "... and 1 more" would take up a line itself.
         if len(hidden) == 1 and num_kept > least:
@@ -354,7 +356,7 @@ def failure_lines(failure: Failure, *, everything: bool = False) -> tuple[str, .
             continue
         room = MOST_CHARACTERS - sum(map(len, (*head, *more, *tail)))
         shown = [rows[index] for index in sorted(kept[:num_kept])]
-        lines = [*head, *_fit_rows(shown, room, cuts_first=cuts_first), *more, *tail]
+        lines = [*head, *_fit_rows(shown, room, num_whole), *more, *tail]
         if sum(map(len, lines)) <= MOST_CHARACTERS:
             break
     return tuple(lines)
@@ -386,13 +388,13 @@ def _sort_by_importance(failure: Failure) -> list[int]:
     return sorted(range(len(rows)), key=importance)
 
 
-def _fit_rows(rows: Sequence[Statement], room: int, *, cuts_first: bool) -> list[str]:
-    """Shorten the longest lines until all fit into `room`, unless they would become too short."""
+def _fit_rows(rows: Sequence[Statement], room: int, num_whole: int) -> list[str]:
+    """Shorten the longest lines until all fit into `room`, but not the first `num_whole`."""
     complete = [row.line() for row in rows]
     for most in range(max(map(len, complete), default=0), _SHORTEST_LINE - 1, -1):
         # Causes, and lines about training, are never shortened.
         lines = [row.line(None if row.severity in {*_SERIOUS, "likely"} else most) for row in rows]
-        lines = lines if cuts_first else [*complete[:1], *lines[1:]]
+        lines = [*complete[:num_whole], *lines[num_whole:]]
         if sum(map(len, lines)) <= room:
             return lines
     return complete

@@ -66,7 +66,9 @@ def new_roots(old: TreeFacts, new: TreeFacts) -> frozenset[str]:
     """Return the units that are in both trees, but are roots only in the new one."""
     before, after = old.units.get(1, {}), new.units.get(1, {})
     return frozenset(
-        name for name in before.keys() & after.keys() if after[name].is_root > before[name].is_root
+        name
+        for name in before.keys() & after.keys()
+        if after[name].is_root > before[name].is_root and after[name].kind == before[name].kind
     )
 
 

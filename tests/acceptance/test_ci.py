@@ -148,9 +148,7 @@ def test_summary_is_appended_once_below_other_steps(repository):
     assert text.count(LINK.format(5)) == 2
     assert text.count(LINK.format(9)) == 1
     assert text.count(LINK.format(14)) == 1
-    assert (
-        " | +63 % bytes in all_gather&#91;dp&#93; (100 -&#62; 163 B per rank and step) |\n" in text
-    )
+    assert " | +63 % bytes in all_gather&#91;dp&#93; (100 -&#62; 163 B per rank) |\n" in text
     assert "\ncost: +63 % bytes" in text
     assert "a|b`" not in text.partition("<details>")[0]
     assert "pytest --snapshot-update" in text
@@ -206,7 +204,7 @@ def test_junit_xml_has_headline_cost_and_file(repository):
         ("comm_snapshot", f"{place}/test_ranks.ws2.comm"),
         ("comm_headline", "unit sizes changed: a_b 100 -> 163 B per gather"),
         ("comm_severity", "change"),
-        ("comm_cost", "+63 % bytes in all_gather[dp] (100 -> 163 B per rank and step)"),
+        ("comm_cost", "+63 % bytes in all_gather[dp] (100 -> 163 B per rank)"),
     ]
     assert properties["test_names[a|b`]"][0][1] == f"{place}/test_names[a%7Cb%60].ws1.comm"
 

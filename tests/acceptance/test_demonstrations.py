@@ -119,7 +119,7 @@ def test_unsharded_block_is_named_in_both_comparisons(llama):
         "backward: -1 call, -144.5 KiB",
         "tree: model.layers.2: reshard_after_forward True -> False",
         "likely: reshard_after_forward True -> False, as the tree shows",
-        "cost: -10 % bytes in all_gather[dp] (1.4 -> 1.2 MiB per rank and step), -6.4 % in all, "
+        "cost: -10 % bytes in all_gather[dp] (1.4 -> 1.2 MiB per rank), -6.4 % in all, "
         "peak gathered unchanged",
         ACCEPT,
     ]
@@ -142,8 +142,8 @@ def test_lm_head_gathered_per_loss_chunk_is_explained(llama):
     )
     assert lines[2] == "tree: lm_head: becomes a unit of its own (fsdp2)"
     assert lines[3] == (
-        "likely: called several times in one forward, e.g. by a chunked loss: leave it in "
-        "its parent's unit, or set its reshard_after_forward to False"
+        "likely: called several times in one forward, e.g. by a loop or a chunked loss: leave it "
+        "in its parent's unit, or set its reshard_after_forward to False"
     )
     assert lines[4].startswith("cost: +63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank")
     assert lines[5:] == ["... and 2 more lines (-vv)", ACCEPT]

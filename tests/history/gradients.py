@@ -93,7 +93,8 @@ def fsdp1_reduces_in_each_backward(changed):
     happened="Gradient accumulation under DDP without `no_sync`, or with it in the wrong place.",
     cost="2 s per batch instead of 0.91 s on two nodes, 0.5 s instead of 0.41 s on one.",
     first="gradients of (root) reduced in 1 -> 2 calls (all_reduce)",
-    likely="2 steps instead of one, or reduced in each micro-batch: enter no_sync() for all micro-batches but the last",
+    likely="2 steps instead of one, or reduced in each micro-batch: run forward and backward "
+    "inside no_sync() for all micro-batches but the last",
     more={"all_reduce": 1},
     gloo=2,
 )

@@ -134,7 +134,7 @@ def units_below_a_recomputed_layer(changed):
 
 
 GATHERED_TWICE = (
-    "reentrant checkpointing gathers the units a second time (under FSDP1, or after "
+    "reentrant checkpointing gathers the units a second time (if it wraps FSDP1's units, or after "
     "set_modules_to_forward_prefetch): pass use_reentrant=False"
 )
 

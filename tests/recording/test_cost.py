@@ -49,7 +49,7 @@ def test_reduction_per_micro_batch_multiplies_bytes(record, device_mesh):
     }
     assert (cost.peak_before, cost.peak_after) == (ROOT_NBYTES + 2 * BLOCK_NBYTES,) * 2
     assert cost_lines(cost) == (
-        "x4.0 bytes in reduce_scatter[dp] (1.5 -> 6.0 KiB per rank and step), +39 % in all",
+        "x4.0 bytes in reduce_scatter[dp] (1.5 -> 6.0 KiB per rank), +39 % in all",
     )
 
 
@@ -66,7 +66,7 @@ def test_blocks_kept_gathered_cost_memory_not_bytes(record, device_mesh):
     # Gathered at once: the root, a block and the prefetched block; or everything.
     assert (cost.peak_before, cost.peak_after) == (3 * 512, 5 * 512)
     assert cost_lines(cost) == (
-        "-44 % bytes in all_gather[dp] (4.5 -> 2.5 KiB per rank and step), -29 % in all",
+        "-44 % bytes in all_gather[dp] (4.5 -> 2.5 KiB per rank), -29 % in all",
         "peak gathered +67 % (1.5 -> 2.5 KiB per rank)",
     )
 
@@ -94,7 +94,7 @@ def test_hsdp_reduces_shards_over_replicate_axis(record, device_mesh):
         ("shard", 0),
     ]
     assert cost_lines(cost) == (
-        "+100 % bytes in all_reduce[replicate] (768 B -> 1.5 KiB per rank and step), +8.6 % in all",
+        "+100 % bytes in all_reduce[replicate] (768 B -> 1.5 KiB per rank), +8.6 % in all",
     )
 
 
@@ -115,7 +115,7 @@ def test_split_unit_sends_same_bytes_in_more_calls(record, device_mesh):
     # At once: the root and both blocks; the head is freed before the second is gathered.
     assert (cost.peak_before, cost.peak_after) == (3 * 512, 3 * 512 - LINEAR_NBYTES)
     assert cost_lines(cost) == (
-        "bytes unchanged, 2 calls more in all (8 -> 10 per rank and step), peak gathered -17 % "
+        "bytes unchanged, 2 calls more in all (8 -> 10 per rank), peak gathered -17 % "
         "(1.5 -> 1.2 KiB per rank)",
         "all_gather[dp] 5 -> 6 calls, reduce_scatter[dp] 3 -> 4 calls",
     )
@@ -143,5 +143,5 @@ def test_a_llama_sends_what_its_parameters_have(record, device_mesh):
         "reduce_scatter[dp]": (394_496, 394_496),
     }
     assert cost_lines(cost)[0].startswith(
-        "-45 % bytes in all_gather[dp] (706.2 -> 385.2 KiB per rank and step), -29 % in all"
+        "-45 % bytes in all_gather[dp] (706.2 -> 385.2 KiB per rank), -29 % in all"
     )

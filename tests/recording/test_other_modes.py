@@ -136,8 +136,10 @@ def recorded(comm_mode, model, tool=lambda: NOTHING, order="before", run=run):
 def siteless(recording):
     """Return the fields without call sites, which wrappers in the test change."""
     fields = {
-        name: [replace(event, call_site="") for event in getattr(recording, name)]
-        for name in ("collectives", "redistributions")
+        "collectives": [
+            replace(event, call_site="", is_of_backward=False) for event in recording.collectives
+        ],
+        "redistributions": [replace(move, call_site="") for move in recording.redistributions],
     }
     return replace(recording, **fields)
 

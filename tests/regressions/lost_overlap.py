@@ -153,7 +153,7 @@ def lost(calls, owners, phase, count=3, nbytes=None):
     size = (count * LAYER_NBYTES if nbytes is None else nbytes) / 1024
     return (
         f"{calls} of {owners} in {phase} can no longer be hidden: {show_count(count, 'call')}, "
-        f"{size:.1f} KiB per rank and step"
+        f"{size:.1f} KiB per rank"
     )
 
 

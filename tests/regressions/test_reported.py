@@ -145,8 +145,8 @@ def test_head_gathered_per_loss_chunk_is_explained(record, device_mesh):
     reviewed = record(model, lambda: step(model))
     regressed = record(chunked, lambda: step(chunked, chunks=4))
     assert said(reviewed, regressed)[1] == (
-        "likely: called several times in one forward, e.g. by a chunked loss: leave it in "
-        "its parent's unit, or set its reshard_after_forward to False"
+        "likely: called several times in one forward, e.g. by a loop or a chunked loss: leave it "
+        "in its parent's unit, or set its reshard_after_forward to False"
     )
 
 
@@ -215,8 +215,8 @@ def test_reentrant_checkpoint_prefetch_gathers_twice(record, device_mesh):
     reviewed, regressed = (record(model, lambda model=model: step(model)) for model in models)
     assert count(regressed, "all_gather") > count(reviewed, "all_gather")
     assert said(reviewed, regressed)[1] == (
-        "likely: reentrant checkpointing gathers the units a second time (under FSDP1, or after "
-        "set_modules_to_forward_prefetch): pass use_reentrant=False"
+        "likely: reentrant checkpointing gathers the units a second time (if it wraps FSDP1's "
+        "units, or after set_modules_to_forward_prefetch): pass use_reentrant=False"
     )
 
 

@@ -15,6 +15,7 @@ from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.evidence import (
     BETWEEN_STAGES,
+    NORM,
     Matches,
     Recordings,
     count_acts,
@@ -40,8 +41,13 @@ from pytest_fsdp_comm.comm.explanation.states import (
     template,
 )
 from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Part, Problem, Step
-from pytest_fsdp_comm.comm.explanation.words import name_factor, name_modules, name_times
-from pytest_fsdp_comm.comm.profile import Row, RowKey, replace_fields
+from pytest_fsdp_comm.comm.explanation.words import (
+    name_factor,
+    name_modules,
+    name_phase,
+    name_times,
+)
+from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey, replace_fields
 from pytest_fsdp_comm.text.words import itemsize
 
 # Propose the most common ratios of new to old values as factors. The search applies each factor to
@@ -190,20 +196,15 @@ class Counts(GlobalStep):
     def describe(self, recordings: Recordings) -> str:
         matches: Matches
         match self.scope:
-            case Scope.EVERYTHING:
-                return self._describe_call_factor("all calls", lambda *_: True, recordings)
+            case Scope.EVERYTHING | Scope.OPTIMIZER | Scope.OUTSIDE:
+                where, matches = "", _is_any
+                if self.scope is not Scope.EVERYTHING:
+                    matches = _make_phase_matcher(Phase[self.scope.name])
+                    where = f" {name_phase(Phase[self.scope.name])}"
+                calls = f"all calls{where}{_describe_matching_kinds(matches, recordings)}"
+                return self._describe_call_factor(calls, matches, recordings)
             case Scope.ACTIVATIONS:
                 return self._describe_call_factor("activation calls", _is_activation, recordings)
-            case Scope.OPTIMIZER:
-                calls = "all calls in the optimizer phase"
-                return self._describe_call_factor(
-                    calls, _make_phase_matcher(Phase.OPTIMIZER), recordings
-                )
-            case Scope.OUTSIDE:
-                matches = _make_phase_matcher(Phase.OUTSIDE)
-                kinds = _describe_matching_kinds(matches, recordings)
-                calls = f"all calls outside forward and backward{kinds}"
-                return self._describe_call_factor(calls, matches, recordings)
             case Scope.FORWARD:
                 return self._describe_forward(recordings)
         reductions = recordings.ratio(_is_gradient_reduction, is_shared=True)
@@ -211,7 +212,8 @@ class Counts(GlobalStep):
         matches = _is_pass_call_without_gradients
         if self.has_activations and reductions != self.factor:
             calls = "forwards and backwards"
-        if recordings.ratio(matches, is_shared=True) != self.factor:
+        phases = {key.phase for key, _ in _list_matching_calls(matches, recordings)}
+        if phases == {Phase.FORWARD} or recordings.ratio(matches, is_shared=True) != self.factor:
             # Another step changes what backward sends.
             matches = _make_phase_matcher(Phase.FORWARD)
             calls = f"all forward {self._name_forward_calls(matches, recordings)}"
@@ -268,7 +270,8 @@ class Counts(GlobalStep):
     def _name_forward_calls(self, matches: Matches, recordings: Recordings) -> str:
         # If units stay unsharded, a forward gathers less; it may run as often as before.
         roles = {call.role for _, call in _list_matching_calls(matches, recordings)}
-        return "gathers" if self.factor < 1 and roles == {Role.PARAMETERS} else "calls"
+        is_precise = self.factor < 1 or self.scope is not Scope.FORWARD
+        return "gathers" if is_precise and roles == {Role.PARAMETERS} else "calls"
 
     def _find_changed_owners(self, recordings: Recordings) -> list[Owner]:
         old, new = recordings.states
@@ -307,13 +310,18 @@ class Counts(GlobalStep):
                 elif roles <= _OF_DDP and phases <= _PASSES:
                     again = ", or DDP's no_sync() no longer covers forward and backward"
                 return f"{often} steps, or {often} micro-batches that each reduce gradients{again}"
-            is_forward = phases <= {Phase.FORWARD}
-            units = "forwards" if is_forward else "steps, micro-batches or inputs of one loss"
             if any(row.what == "send" for row in rows):
-                units = "micro-batches, stages per rank or steps"
-            return f"{often} {units}"
+                return f"{often} micro-batches, stages per rank or steps"
+            if phases.isdisjoint(_PASSES):
+                return f"{often} steps, or as many steps issue these calls more often"
+            if phases <= {Phase.FORWARD}:
+                return f"{often} forwards"
+            return f"{often} steps, micro-batches or inputs of one loss"
         if self.scope is Scope.FORWARD:
             return self._find_cause_of_forwards(recordings, often, is_whole=is_whole)
+        if self.scope is Scope.OPTIMIZER and is_whole:
+            norms = "norms are computed more often, e.g. by clip_grad_norm_ in each micro-batch"
+            return f"{often} optimizer steps, or {norms}" if _has_norms(recordings.new) else ""
         if not is_of_passes or reductions is None:
             return ""
         if reductions != 1:
@@ -323,7 +331,10 @@ class Counts(GlobalStep):
             row.phase is Phase.BACKWARD and role_of((row,)) == Role.PARAMETERS
             for row in recordings.old.rows
         )
-        alternative = "" if is_certain else ", or parameters resharded after each backward"
+        resharded = "parameters resharded after each backward"
+        if recordings.has_same_backwards:
+            return f"{resharded}: is set_reshard_after_backward(False) still called?"
+        alternative = "" if is_certain else f", or {resharded}"
         return f"gradients accumulated over {often} micro-batches{alternative}"
 
     def _find_cause_of_forwards(self, recordings: Recordings, often: str, *, is_whole: bool) -> str:
@@ -341,14 +352,24 @@ class Counts(GlobalStep):
         return explain_added_forwards(recordings)
 
 
+def _has_norms(profile: CommProfile) -> bool:
+    return any(NORM in row.what and row.phase is Phase.OPTIMIZER for row in profile.rows)
+
+
 def explain_added_forwards(recordings: Recordings) -> str:
     """Return why forwards without a backward were added."""
+    if not any(row.phase is Phase.BACKWARD for side in recordings.sides for row in side.rows):
+        return "more forwards, such as more batches"
     more = count_more_acts(recordings, Phase.FORWARD, "unshard")
     _, new = recordings.states
     is_frozen = any(content.reductions for content in new.values()) and not any(
         new[owner].reductions for owner in more
     )
     return f"{NO_BACKWARD}{', or frozen modules that run on more inputs' * is_frozen}"
+
+
+def _is_any(_key: RowKey, _call: Calls, _owner: Owner) -> bool:
+    return True
 
 
 def _make_phase_matcher(phase: Phase) -> Matches:

@@ -10,11 +10,15 @@ from typing import Final
 
 from pytest_fsdp_comm.comm.events import ROOT_FQN, Phase, Role
 from pytest_fsdp_comm.comm.explanation.amounts import Dtype, Sizes, explain_added_forwards
-from pytest_fsdp_comm.comm.explanation.evidence import Recordings, count_acts, count_more_acts
+from pytest_fsdp_comm.comm.explanation.evidence import (
+    NORM,
+    Recordings,
+    count_acts,
+    count_more_acts,
+)
 from pytest_fsdp_comm.comm.explanation.gradients import ReducedPart
 from pytest_fsdp_comm.comm.explanation.overlap import Waits, find_exposure_changes
 from pytest_fsdp_comm.comm.explanation.passes import (
-    NORM,
     GatheredInFull,
     PhaseUsed,
     Recomputed,

@@ -23,6 +23,8 @@ from pytest_fsdp_comm.comm.profile import CommProfile, RowKey
 from pytest_fsdp_comm.text.words import itemsize
 
 BETWEEN_STAGES: Final = frozenset({"send", "recv"})
+NORM: Final = "_NormPartial("
+"""Start of the placement of an unreduced norm, as DTensor prints it (checked in 2.7 to 2.15)."""
 Matches: TypeAlias = Callable[[RowKey, Calls, Owner], bool]
 
 
@@ -91,6 +93,9 @@ class Recordings:
     """The old recording under the names of modules and axes that the new one uses."""
     new: CommProfile
     trees: Evidence | None = None
+    has_same_backwards: bool = False
+    """Whether both recordings reduce gradients in the same of as many backwards; False if every
+    backward reduces them, because then nothing shows how many ran."""
 
     @property
     def sides(self) -> tuple[CommProfile, CommProfile]:

@@ -189,6 +189,11 @@ class ReducedTimes(_OfGradients):
         if self.times <= 1:
             return ""
         kinds = {row.what for row in list_collective_rows(self.rows)}
+        if kinds == {"reduce_scatter"} and self._is_all_reduced_as_before(recordings):
+            return (
+                "HSDP: micro-batches but the last now call set_requires_all_reduce(False) instead "
+                "of set_requires_gradient_sync(False), which holds sharded gradients until then"
+            )
         call = f"set_requires_{'all_reduce' if kinds == {'all_reduce'} else 'gradient_sync'}(False)"
         # The other units show that only this unit's backward runs several times.
         if self.is_alone or (not self.is_sharded and list_gathered_axes(recordings.new)):
@@ -198,7 +203,8 @@ class ReducedTimes(_OfGradients):
             )
         switch, steps, each = f"call {call}", "", "in each micro-batch"
         if not self.is_sharded:
-            switch, steps = "enter no_sync()", f"{self.times} steps instead of one, or "
+            switch = "run forward and backward inside no_sync()"
+            steps = f"{self.times} steps instead of one, or "
         else:
             if kinds != {"all_reduce"}:
                 switch += ", or enter no_sync() with FSDP1,"
@@ -214,6 +220,17 @@ class ReducedTimes(_OfGradients):
         if self.is_sharded and self.has_others:
             return f"reduced {each}: {call} does not reach these units (e.g. recurse=False){loss}"
         return f"{steps}reduced {each}: {switch} for all micro-batches but the last{loss}"
+
+    def _is_all_reduced_as_before(self, recordings: Recordings) -> bool:
+        """Whether the replicas of these units reduce gradients as often as before."""
+        old, new = recordings.states
+        return all(
+            any(
+                key.what == "all_reduce" and rows == new[owner].row(key)
+                for key, rows in old[owner].reductions.items()
+            )
+            for owner in self.owners
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,11 +456,14 @@ class Flattened(Replaced):
             for side in (self.old_rows, self.rows)
         )
         is_flat = count_calls(flat) < count_calls(apart)
-        # Smaller buffers may hold something else, such as changes of weights.
-        is_all = nbytes_of(flat) == nbytes_of(apart)
-        if not (self.is_added and is_flat and is_all):
+        if not self.is_added:
             return ""
-        return "gradients are flattened into buffers"
+        if nbytes_of(flat) < nbytes_of(apart):
+            return (
+                "each gradient is sent once now, or these calls send something else, such as "
+                "weights that are averaged after several steps"
+            )
+        return "gradients are flattened into buffers" if is_flat else ""
 
 
 def _find_keys_missing_from_flat(apart: Content, flat: Content, axis: str) -> list[RowKey]:

@@ -101,8 +101,8 @@ class Renamed(Step):
         removed = [owner for owner in between.removed if owner is not None]
         templates = {template(owner) for owner in between.added if owner is not None}
         prefixes: Counter[tuple[str, str]] = Counter()
-        for old in {template(owner) for owner in removed}:
-            for new in templates:
+        for old in sorted({template(owner) for owner in removed}):
+            for new in sorted(templates):
                 prefixes[_strip_common_end(old, new)] += 1
         for (old, new), _ in prefixes.most_common(_MOST_RENAMES):
             if old.count("*") != new.count("*"):

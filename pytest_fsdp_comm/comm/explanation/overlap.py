@@ -92,7 +92,7 @@ class ExposureChange:
         some = "" if self.is_whole else "some "
         how = "can no longer be hidden" if self.is_lost else "can be hidden now"
         nbytes = f", {show_nbytes(self.changed.nbytes)}" if self.changed.nbytes else ""
-        amount = f"{show_count(self.changed.count, 'call')}{nbytes} per rank and step"
+        amount = f"{show_count(self.changed.count, 'call')}{nbytes} per rank"
         return f"{some}{calls} of {name_place(self.owners, self.key.phase)} {how}: {amount}"
 
 

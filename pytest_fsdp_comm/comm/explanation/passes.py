@@ -11,7 +11,7 @@ from typing import ClassVar, Final, TypeAlias
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.cost import Volume, find_busiest
 from pytest_fsdp_comm.comm.events import Phase, Role
-from pytest_fsdp_comm.comm.explanation.evidence import Recordings
+from pytest_fsdp_comm.comm.explanation.evidence import NORM, Recordings
 from pytest_fsdp_comm.comm.explanation.states import (
     Between,
     Content,
@@ -45,8 +45,6 @@ from pytest_fsdp_comm.comm.explanation.words import (
 from pytest_fsdp_comm.comm.profile import Row, RowKey
 from pytest_fsdp_comm.text.words import show_count, show_nbytes_change
 
-NORM: Final = "_NormPartial("
-"""Start of the placement of an unreduced norm, as DTensor prints it (checked in 2.7 to 2.15)."""
 _PARTS: Final = (
     (Phase.BACKWARD, Phase.RECOMPUTE),
     (Phase.BACKWARD, Phase.RECOMPUTE, Phase.OPTIMIZER),
@@ -166,8 +164,8 @@ class Recomputed(Replaced):
             return ""  # unknown: a different list of modules to prefetch has the same effect
         if self.is_added and self.gathers_again:
             return (
-                "reentrant checkpointing gathers the units a second time (under FSDP1, or after "
-                "set_modules_to_forward_prefetch): pass use_reentrant=False"
+                "reentrant checkpointing gathers the units a second time (if it wraps FSDP1's "
+                "units, or after set_modules_to_forward_prefetch): pass use_reentrant=False"
             )
         if self.is_partly:
             more_or_less = "more" if self.is_added else "less"
@@ -498,7 +496,11 @@ class Exchanged(Replaced):
             _find_nbytes_of_busiest(list_collective_rows(side))
             for side in (self.old_rows, self.rows)
         )
-        amount = ", same size" if before == after else f", {show_nbytes_change(before, after)}"
+        differs = any(
+            row.ranks for rows in (self.old_rows, self.rows) for row in list_collective_rows(rows)
+        )
+        same = f", same size{' on the rank that sends most' if differs else ''}"
+        amount = same if before == after else f", {show_nbytes_change(before, after)}"
         if before == after and _reduces_all(self.old) != _reduces_all(self.new):
             amount += " (an all_reduce sends about twice its size)"
         # Objects have no size.
@@ -607,7 +609,24 @@ class GatheredInFull(Replaced):
         tensors = f"{word} {self.roles or 'DTensors'} {verb}"
         tensors = f"{name_modules(self.owners)}: {tensors}" if self.roles else tensors
         calls = describe_calls(self, recordings, is_change=True)
-        return f"{tensors} {name_phase(self.phase)}: {calls}"
+        others = self._list_others_gathered_before(recordings)
+        beside = f", beside {name_modules(others)} as before" * bool(others)
+        return f"{tensors} {name_phase(self.phase)}{beside}: {calls}"
+
+    def _list_others_gathered_before(self, recordings: Recordings) -> list[Owner]:
+        """Return other modules whose DTensors both recordings redistribute in the same way."""
+        old, new = recordings.states
+        moves = {
+            key for rows in self.rows.values() for key in rows if key.subject == "redistribution"
+        }
+        return [
+            owner
+            for owner, content in old.items()
+            if owner is not None and owner not in self.rows
+            if any(
+                key in moves and rows == new[owner].row(key) for key, rows in content.rows.items()
+            )
+        ]
 
     @property
     def _kinds(self) -> frozenset[str]:

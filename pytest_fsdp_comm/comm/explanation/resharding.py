@@ -172,7 +172,12 @@ class GatheredInBackward(Replaced):
         if self.is_used:
             return explain_changed_reductions(self, recordings, "its output is no longer used")
         if not self.is_reduced:
-            return ""
+            how = "now" if self.is_added else "no longer"
+            other = "no longer" if self.is_added else "now"
+            return (
+                f"the units' inputs {how} need gradients, so backward {how} runs through them, or "
+                f"set_unshard_in_backward(False) is {other} called on them"
+            )
         if not self.is_added:
             return "set_unshard_in_backward(False) is now called on the unit"
         return (

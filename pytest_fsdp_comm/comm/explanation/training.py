@@ -52,6 +52,9 @@ _UNMARKED: Final = frozenset({"times", "dtype", "reduce_op"})
 """Problems that need not break training: other code may divide, and rounding may not matter."""
 _FIELDS: Final[tuple[Problem, ...]] = ("backwards", "reduce_op", "dtype")
 
+_AFTER_PASSES: Final = frozenset({Phase.OUTSIDE, Phase.OPTIMIZER})
+_SCALAR_NBYTES: Final = 8
+"""Size of a float64. Smaller buffers, such as losses and norms, are no gradients."""
 _AFTER_FORWARD: Final = frozenset({Phase.BACKWARD, Phase.RECOMPUTE, Phase.OPTIMIZER})
 
 
@@ -134,7 +137,7 @@ class TrainingChange:
                 return f"{gradients} reduced over {after} ranks instead of {before}: {new}"
             case "times":
                 calls = f"{self.old.count} -> {self.new.count} calls"
-                often = f"{before} -> {after} times per step"
+                often = f"{before} -> {after} times"
                 return f"{gradients} reduced {often} over {over}: {calls}, {nbytes}"
             case "again":
                 return f"{gradients} reduced twice over {over}: by FSDP, and by {new} of their own"
@@ -415,12 +418,29 @@ class _Training:
         for axis in old:
             was, now = old[axis], new.get(axis, {})
             lost = was.keys() - now.keys()
+            if not self.old.reduced:  # buffers do not show whether modules were removed
+                lost = {owner for owner in lost if self._is_still_in_model(owner)}
             # If all parameter gradients are still reduced, nothing was detached or frozen.
-            is_trained = self.old.reduced.keys() == self.new.reduced.keys() != set()
+            is_trained = self.old.reduced.keys() == self.new.reduced.keys()
+            is_trained &= bool(self.old.reduced) or self._sends_same_buffers()
             is_same_forward = self.old.forward(axis) == self.new.forward(axis)
             if lost and is_trained and is_same_forward and not now.keys() - was.keys():
                 for owner in lost:
                     yield owner, ("inputs", (axis,), "", "")
+
+    def _sends_same_buffers(self) -> bool:
+        """Whether user code reduces the same buffers after backward, such as flat gradients."""
+        old, new = (
+            {
+                (row.phase, row.what, row.axis, row.ranks, calls)
+                for row in side.profile.rows
+                if row.phase in _AFTER_PASSES and row.what in REDUCING and row.owner is None
+                for calls in row.calls
+                if calls.nbytes > _SCALAR_NBYTES
+            }
+            for side in (self.old, self.new)
+        )
+        return old == new != set()
 
     def _find_unreduced_outputs(self) -> Iterator[tuple[Owner, _AxisProblem]]:
         """Yield modules whose forward no longer reduces outputs, although they are still split."""

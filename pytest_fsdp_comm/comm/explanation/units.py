@@ -12,7 +12,11 @@ from typing import ClassVar, Final, TypeAlias
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.explanation.evidence import Recordings, count_more_acts
+from pytest_fsdp_comm.comm.explanation.evidence import (
+    Recordings,
+    count_elements,
+    count_more_acts,
+)
 from pytest_fsdp_comm.comm.explanation.states import (
     Between,
     Content,
@@ -132,6 +136,7 @@ class Sharded(Replaced):
                 return [*sharded.unit_rows, *replicated.unit_rows] if is_changed else []
 
             keys = between.select(choose, is_added=is_added)
+            keys |= _find_keys_of_units_inside(keys, *between.sides(is_added=is_added))
             yield from cls.propose_copied_rows(between, keys, is_added=is_added)
 
     def describe(self, recordings: Recordings) -> str:
@@ -150,6 +155,24 @@ class Sharded(Replaced):
             return f"{who} sharded instead of replicated: {gathered}"
         reduced = "gradients all-reduced, parameters no longer gathered"
         return f"{who} replicated instead of sharded: {reduced}"
+
+
+def _find_keys_of_units_inside(
+    owners: Iterable[Owner], replicated: State, sharded: State
+) -> dict[Owner, list[RowKey]]:
+    """Return the rows of sharded units whose gradients a replicated module around them reduces."""
+    keys: dict[Owner, list[RowKey]] = {}
+    for owner in owners:
+        alone, whole = (
+            count_elements(chain.from_iterable(map(calls_of, side[owner].reductions.values())))
+            for side in (sharded, replicated)
+        )
+        prefix = f"{owner}." if owner else ""
+        for name, content in sharded.items() if whole > alone and owner is not None else ():
+            is_inside = name is not None and name != owner and name.startswith(prefix)
+            if is_inside and content.unit_rows and not replicated[name].unit_rows:
+                keys[name] = [*content.unit_rows]
+    return keys
 
 
 def _is_sharding(replicated: Content, sharded: Content) -> bool:
@@ -300,8 +323,12 @@ class Regrouped(Replaced):
         owners = [owner for owner in {**old, **new} if old.get(owner) != new.get(owner)]
         removed = [owner for owner in owners if owner in old]
         added = [owner for owner in owners if owner in new]
+        is_renamed = Counter(between.state[owner] for owner in removed) == Counter(
+            between.target[owner] for owner in added
+        )
         if (
-            not (set(removed) <= set(added) or set(added) <= set(removed))
+            not is_renamed
+            and not (set(removed) <= set(added) or set(added) <= set(removed))
             and _have_same_bytes(
                 [between.state[owner] for owner in removed],
                 [between.target[owner] for owner in added],
@@ -606,8 +633,8 @@ def _explain_more_calls(step: Replaced, recordings: Recordings) -> str:
         return "the unit runs several times, each time with a backward that reduces its gradients"
     if is_resharded:
         return (
-            "called several times in one forward, e.g. by a chunked loss: leave it in its parent's "
-            "unit, or set its reshard_after_forward to False"
+            "called several times in one forward, e.g. by a loop or a chunked loss: leave it in "
+            "its parent's unit, or set its reshard_after_forward to False"
         )
     again = "the unit runs again without a backward, e.g. under no_grad()"
     # In a list of layers, only the first layer may have inputs that require no gradients.

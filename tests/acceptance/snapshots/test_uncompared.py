@@ -221,7 +221,7 @@ def test_comparison_without_assert_is_explained(pytester):
             rf"comm_mode differs from snapshots/test_it/test_{name}_FAILED\S+\n"
             r"  \(no-module\) outside forward and backward: all_reduce\[world\] 1 -> 2 .*, "
             r"called from test_it\.py:13\n"
-            r"  cost: \+100 % bytes in all_reduce\[world\] \(8 -> 16 B per rank and step\)\n"
+            r"  cost: \+100 % bytes in all_reduce\[world\] \(8 -> 16 B per rank\)\n"
             rf'  accept: pytest --snapshot-update "test_it\.py::test_{name}_FAILED"\n'
             r"  compared at test_it\.py:\d+, where the test ignored the result: assert it\n",
             failure,

@@ -144,6 +144,12 @@ def test_the_tree_decides_between_readings(change, new_tree, text):
     assert texts(change, new_tree) == [text]
 
 
+def test_a_unit_of_another_kind_is_no_lost_root():
+    """A module that DDP replicates instead of FSDP2 is a root of its own."""
+    new_tree = tree(layers_1={"is_root": True, "kind": "ddp"})
+    assert not any("becomes a root" in text for text in texts(kept, new_tree))
+
+
 def test_replaced_parameters_explain_fewer_gradients():
     """Of parameters that came or went, the tree does not tell whether they were frozen."""
     assert texts(part_reduced, with_adapter(tree())) == []
@@ -310,7 +316,10 @@ def test_unused_units_lose_no_gradients():
     old = freeze(profile())
     comparison = compare(old, spare(old), evidence=tree_evidence(tree(), tree()))
     assert comparison.sentences == ("layers.1 no longer gathered in backward",)
-    assert comparison.causes == ()
+    assert [cause.text for cause in comparison.causes] == [
+        "the units' inputs no longer need gradients, so backward no longer runs through them, or "
+        "set_unshard_in_backward(False) is now called on them"
+    ]
 
 
 def in_dtype(old, dtype, *, roles, version=""):

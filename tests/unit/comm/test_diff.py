@@ -267,7 +267,8 @@ def test_lost_size_is_not_reported_as_0_bytes():
         ),
         (
             {"mesh_axes": (MeshAxis(name="dp", size=4, dims=((4, 1),), num_groups=8),)},
-            "mesh: dp now has 8 process groups instead of 1",
+            "mesh: dp now has 8 process groups instead of 1, e.g. by new_group() in each module or "
+            "step",
         ),
         (
             {"peaks": (GatheredPeak(nbytes=2048),)},
@@ -483,7 +484,7 @@ def test_what_a_change_costs_comes_after_it():
     text = rendered(old, new, cost=cost_of_change(old, new))
     # 9 gathers and 5 reductions of 1 KiB, then 20.
     assert text.select("cost")[0].text == (
-        "x4.0 bytes in reduce_scatter[dp] (5.0 -> 20.0 KiB per rank and step), +107 % in all"
+        "x4.0 bytes in reduce_scatter[dp] (5.0 -> 20.0 KiB per rank), +107 % in all"
     )
     severities = [row.severity for row in text.rows]
     assert severities[0] == "change"

@@ -360,7 +360,10 @@ def test_forward_comes_before_the_backward_that_follows_from_it():
     first, second, *_ = told(base, [*base, gathered, *back])
     assert first.startswith("(no-module) outside forward and backward: all_gather[dp] 0 -> 1")
     # Ranks with the same text share it.
-    assert second == "(no-module) in backward: scatter[dp] 0 -> x1 of 4_096 B float32 on ranks 0-3"
+    assert (
+        second
+        == "(no-module) in backward: scatter[dp] on ranks 0-3: 0 -> 1 (+1), 0 -> 4.0 KiB per rank"
+    )
 
 
 def test_fewer_calls_of_the_same_bytes_say_so():

@@ -45,7 +45,7 @@ def test_host_wait_that_exposes_gathers_is_their_cause():
     )
     assert likely == "likely: the host now waits for the GPU: layers.{0..2} in forward (item)"
     assert cost.startswith("cost: bytes unchanged, exposed 0 -> ")
-    assert cost.endswith("per rank and step, peak gathered unchanged") or "peak" not in cost
+    assert cost.endswith("per rank, peak gathered unchanged") or "peak" not in cost
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_exposed_calls_name_the_line_that_issues_them(changes, place):
     )
     new = replace(sent, calls=(exposed,), sites=(site,))
     old, new = (replace(BASE, rows=(*BASE.rows, one)) for one in (sent, new))
-    assert told(old, new)[0].partition(" per rank and step")[2] == place
+    assert told(old, new)[0].partition(" per rank")[2] == place
 
 
 def test_calls_that_became_synchronous_name_their_line():

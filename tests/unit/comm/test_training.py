@@ -179,7 +179,7 @@ LAYERS = [f"layers.{n}" for n in range(3)]
         (
             profile(),
             often(profile(), 4, forward=2),
-            "gradients of (root), layers.{0..2} are reduced 1 -> 4 times per step over dp: 4 -> 16 "
+            "gradients of (root), layers.{0..2} are reduced 1 -> 4 times over dp: 4 -> 16 "
             "calls, 35.0 -> 140.0 KiB per rank",
         ),
         (
@@ -238,7 +238,7 @@ LAYERS = [f"layers.{n}" for n in range(3)]
                 profile(),
                 lambda one: times(one, 2) if one.phase is BACKWARD and role(one) else one,
             ),
-            "gradients of (root), layers.{0..2} are reduced 1 -> 2 times per step over dp: 4 -> 8 "
+            "gradients of (root), layers.{0..2} are reduced 1 -> 2 times over dp: 4 -> 8 "
             "calls, 35.0 -> 70.0 KiB per rank",
         ),
         # A part of a unit gets none.
@@ -291,7 +291,7 @@ def test_what_breaks_training_is_told_first(old, new, line):
     comparison = compare(old, new)
     text = render_comparison(comparison, snapshot="s")
     # The sum of the gradients is the same, so these changes have no mark.
-    is_harmless = " times per step" in line or " instead of float32" in line
+    is_harmless = " times over " in line or " instead of float32" in line
     mark = "" if is_harmless else "breaks training: "
     assert text.changes[0].text == line
     assert text.lines[1] == f"  {mark}{line}"
@@ -574,4 +574,4 @@ def test_parts_of_a_unit_reduced_by_two_backwards_may_be_all(factor, is_fewer):
 
     sentences = compare(profile(), changed(profile(), change)).sentences
     assert any("fewer gradients of (root)" in line for line in sentences) is is_fewer
-    assert any("are reduced 1 -> 2 times per step" in line for line in sentences)
+    assert any("are reduced 1 -> 2 times over" in line for line in sentences)

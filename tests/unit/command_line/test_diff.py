@@ -14,7 +14,7 @@ from pytest_fsdp_comm.snapshots.comm_text import format_profile
 OLD, NEW = (format_profile(sample_profiles.profile(layers=layers)) for layers in (3, 4))
 EXPLANATION = [
     "  layers: 3 -> 4 modules, the new ones like their siblings",
-    "  cost: +30 % bytes in all (100.0 -> 130.0 KiB per rank and step)",
+    "  cost: +30 % bytes in all (100.0 -> 130.0 KiB per rank)",
     "  cost: all_gather[dp] +31 % (65.0 -> 85.0 KiB), reduce_scatter[dp] +29 % (35.0 -> 45.0 KiB)",
 ]
 

@@ -56,22 +56,22 @@ def lines(before, after, *, peaks=(0, 0), width=1000, **changes):
 def test_cost_of_one_kind_is_one_line_with_total():
     before = [gather((10, 146_800)), scatter((10, 146_800))]
     assert lines(before, [gather((16, 150_732)), before[1]], peaks=(600, 600)) == [
-        "+64 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank and step), +32 % in all, peak "
+        "+64 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank), +32 % in all, peak "
         "gathered unchanged"
     ]
     # If there is only one kind, the total is not repeated.
     assert lines([gather((1, 8))], [gather((2, 8))]) == [
-        "+100 % bytes in all_gather[dp] (8 -> 16 B per rank and step)"
+        "+100 % bytes in all_gather[dp] (8 -> 16 B per rank)"
     ]
 
 
 def test_cost_names_axis_unless_implied():
     others = [scatter((1, 100)), reduce((1, 200))]
     assert lines([gather((1, 100)), *others], [gather((2, 100)), *others]) == [
-        "+100 % bytes in all_gather[dp] (100 -> 200 B per rank and step), +50 % on dp, +25 % in all"
+        "+100 % bytes in all_gather[dp] (100 -> 200 B per rank), +50 % on dp, +25 % in all"
     ]
     assert lines([gather((1, 100)), others[1]], [gather((2, 100)), others[1]]) == [
-        "+100 % bytes in all_gather[dp] (100 -> 200 B per rank and step), +33 % in all"
+        "+100 % bytes in all_gather[dp] (100 -> 200 B per rank), +33 % in all"
     ]
 
 
@@ -82,8 +82,7 @@ def test_cost_of_several_kinds_largest_first():
         [gather((3, MIB)), scatter((3, MIB)), reduce((3, MIB // 2))],
         peaks=(MIB, MIB),
     ) == [
-        "+50 % bytes in all (5.0 -> 7.5 MiB per rank and step), +100 % on dp, peak gathered "
-        "unchanged",
+        "+50 % bytes in all (5.0 -> 7.5 MiB per rank), +100 % on dp, peak gathered unchanged",
         "reduce_scatter[dp] x3.0 (1.0 -> 3.0 MiB), all_gather[dp] +50 % (2.0 -> 3.0 MiB), "
         "all_reduce[tp] -25 % (2.0 -> 1.5 MiB in 2 -> 3 calls)",
     ]
@@ -94,7 +93,7 @@ def test_more_and_smaller_calls_are_counted():
     rest = [gather((1, MIB)), scatter((1, 64))]
     old, new = [reduce((1, 120)), *rest], [reduce((22, 4)), *rest]
     assert lines(old, new) == [
-        "-27 % bytes in all_reduce[tp] (120 -> 88 B in 1 -> 22 calls per rank and step), about as "
+        "-27 % bytes in all_reduce[tp] (120 -> 88 B in 1 -> 22 calls per rank), about as "
         "many in all"
     ]
     # Among calls with as many bytes.
@@ -125,26 +124,26 @@ def test_what_grows_alike_is_one_line():
     before = [gather((5, 512)), scatter((3, 512)), reduce((1, 64))]
     after = [gather((20, 512)), scatter((12, 512)), reduce((1, 256))]
     assert lines(before, after) == [
-        "x4.0 bytes in all (4.1 -> 16.2 KiB per rank and step), each kind by the same factor"
+        "x4.0 bytes in all (4.1 -> 16.2 KiB per rank), each kind by the same factor"
     ]
     almost = lines(before, [*after[:2], reduce((1, 255))])
-    assert almost[0] == "x4.0 bytes in all (4.1 -> 16.2 KiB per rank and step), x4.0 on dp"
+    assert almost[0] == "x4.0 bytes in all (4.1 -> 16.2 KiB per rank), x4.0 on dp"
     assert almost[1].endswith("all_reduce[tp] x4.0 (64 -> 255 B)")
 
 
 def test_cost_percentage_of_new_and_removed_kinds():
     rest = gather((1, MIB))
     assert lines([rest], [rest, reduce((1, MIB))]) == [
-        "new bytes in all_reduce[tp] (0 -> 1.0 MiB per rank and step), +100 % in all"
+        "new bytes in all_reduce[tp] (0 -> 1.0 MiB per rank), +100 % in all"
     ]
     assert lines([rest, reduce((1, MIB))], [rest]) == [
-        "-100 % bytes in all_reduce[tp] (1.0 MiB -> 0 B per rank and step), -50 % in all"
+        "-100 % bytes in all_reduce[tp] (1.0 MiB -> 0 B per rank), -50 % in all"
     ]
     assert lines([], [rest, reduce((1, 8))]) == [
-        "new bytes in all (0 -> 1.0 MiB per rank and step)",
+        "new bytes in all (0 -> 1.0 MiB per rank)",
         "all_gather[dp] new (0 -> 1.0 MiB), all_reduce[tp] new (0 -> 8 B)",
     ]
-    assert lines([], [rest]) == ["new bytes in all_gather[dp] (0 -> 1.0 MiB per rank and step)"]
+    assert lines([], [rest]) == ["new bytes in all_gather[dp] (0 -> 1.0 MiB per rank)"]
 
 
 @pytest.mark.parametrize(
@@ -153,18 +152,18 @@ def test_cost_percentage_of_new_and_removed_kinds():
         (
             [gather((1, 64))],
             [gather((64, 1))],
-            ["bytes unchanged, 63 calls more in all_gather[dp] (1 -> 64 per rank and step)"],
+            ["bytes unchanged, 63 calls more in all_gather[dp] (1 -> 64 per rank)"],
         ),
         (
             [gather((2, 32))],
             [gather((1, 64))],
-            ["bytes unchanged, 1 call fewer in all_gather[dp] (2 -> 1 per rank and step)"],
+            ["bytes unchanged, 1 call fewer in all_gather[dp] (2 -> 1 per rank)"],
         ),
         (
             [gather((1, 64)), scatter((1, 64))],
             [gather((8, 8)), scatter((4, 16))],
             [
-                "bytes unchanged, 10 calls more in all (2 -> 12 per rank and step)",
+                "bytes unchanged, 10 calls more in all (2 -> 12 per rank)",
                 "all_gather[dp] 1 -> 8 calls, reduce_scatter[dp] 1 -> 4 calls",
             ],
         ),
@@ -172,7 +171,7 @@ def test_cost_percentage_of_new_and_removed_kinds():
             [gather((1, 64)), scatter((2, 32))],
             [gather((2, 32)), scatter((1, 64))],
             [
-                "bytes unchanged, calls unchanged in all (3 per rank and step)",
+                "bytes unchanged, calls unchanged in all (3 per rank)",
                 "all_gather[dp] 1 -> 2 calls, reduce_scatter[dp] 2 -> 1 calls",
             ],
         ),
@@ -180,7 +179,7 @@ def test_cost_percentage_of_new_and_removed_kinds():
         (
             [],
             [row("barrier", "dp", (3, 0))],
-            ["3 calls more in barrier[dp] (0 -> 3 per rank and step)"],
+            ["3 calls more in barrier[dp] (0 -> 3 per rank)"],
         ),
     ],
 )
@@ -194,7 +193,7 @@ def test_peak_is_printed_if_changed_or_more_gathers():
         "bytes unchanged, peak gathered x3.0 (1.0 -> 3.0 MiB per rank)"
     ]
     assert lines(two, one, peaks=(MIB, 2 * MIB)) == [
-        "-50 % bytes in all_gather[dp] (2.0 -> 1.0 MiB per rank and step), -33 % in all, peak "
+        "-50 % bytes in all_gather[dp] (2.0 -> 1.0 MiB per rank), -33 % in all, peak "
         "gathered +100 % (1.0 -> 2.0 MiB per rank)"
     ]
     # Nothing that is gathered changed.
@@ -212,25 +211,24 @@ def test_peak_is_printed_if_changed_or_more_gathers():
 
 def test_cost_excludes_calls_of_unknown_size():
     assert lines([gather((1, 8), objects=1)], [gather((1, 8), objects=3)]) == [
-        "calls of unknown size 1 -> 3 per rank and step (not included)"
+        "calls of unknown size 1 -> 3 per rank (not included)"
     ]
     assert lines([gather((1, 8), objects=1)], [gather((2, 8), objects=3)]) == [
-        "+100 % bytes in all_gather[dp] (8 -> 16 B per rank and step), calls of unknown size "
+        "+100 % bytes in all_gather[dp] (8 -> 16 B per rank), calls of unknown size "
         "1 -> 3 (not included)"
     ]
     assert lines([gather((1, 8), objects=1)], [gather((2, 8), objects=1)]) == [
-        "+100 % bytes in all_gather[dp] (8 -> 16 B per rank and step), "
-        "calls of unknown size not included"
+        "+100 % bytes in all_gather[dp] (8 -> 16 B per rank), calls of unknown size not included"
     ]
     assert lines([gather((2, 64))], [gather(objects=2)]) == [
-        "unknown bytes in all_gather[dp] (128 B -> 2 of unknown size per rank and step), "
+        "unknown bytes in all_gather[dp] (128 B -> 2 of unknown size per rank), "
         "calls of unknown size 0 -> 2 (not included)"
     ]
     # They may send more than the others save.
     lost = row("all_reduce", "dp", (1, 8))
     kept = row("broadcast", "dp", (1, 92))
     assert lines([lost, kept], [gather(objects=2), kept])[0] == (
-        "-100 % bytes in all_reduce[dp] (8 -> 0 B per rank and step), -8.0 % in all calls of known "
+        "-100 % bytes in all_reduce[dp] (8 -> 0 B per rank), -8.0 % in all calls of known "
         "size, calls of unknown size 0 -> 2 (not included)"
     )
 
@@ -239,7 +237,7 @@ def test_cost_names_ranks_if_they_differ():
     same = gather((1, 900), ranks=(0,))
     old, new = gather((1, 100), ranks=(1, 2, 3)), gather((2, 100), ranks=(1, 2, 3))
     assert lines([same, old], [same, new]) == [
-        "+100 % bytes in all_gather[dp] (100 -> 200 B per step on ranks 1-3, the largest change)"
+        "+100 % bytes in all_gather[dp] (100 -> 200 B on ranks 1-3, the largest change)"
     ]
     odd = tuple(range(1, 64, 2))
     (line,) = lines(
@@ -247,7 +245,7 @@ def test_cost_names_ranks_if_they_differ():
         [gather((2, 100), ranks=odd), gather((1, 100), ranks=tuple(range(0, 64, 2)))],
         world_size=64,
     )
-    assert line.endswith("(100 -> 200 B per step on ranks 1-63/2, the largest change)")
+    assert line.endswith("(100 -> 200 B on ranks 1-63/2, the largest change)")
 
 
 def test_nothing_that_costs_is_no_line():
@@ -260,6 +258,6 @@ def test_lines_are_filled_up_to_their_width():
     others = [scatter((1, 100)), reduce((1, 200))]
     found = lines([gather((1, 100)), *others], [gather((2, 100)), *others], peaks=(8, 8), width=80)
     assert found == [
-        "+100 % bytes in all_gather[dp] (100 -> 200 B per rank and step), +50 % on dp",
+        "+100 % bytes in all_gather[dp] (100 -> 200 B per rank), +50 % on dp",
         "+25 % in all, peak gathered unchanged",
     ]

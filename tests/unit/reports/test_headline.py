@@ -97,8 +97,8 @@ CASES = {
     ),
     "on other ranks": (
         [change(None, amounts(calls(1), ranks=(3,)), amounts(calls(1), ranks=(0,)))],
-        "(no-module) in forward: all_gather[dp] x1 of 1_024 B float32 on rank 3 -> x1 of 1_024 B "
-        "float32 on rank 0",
+        "(no-module) in forward: all_gather[dp] on rank 0: 0 -> 1 (+1), 0 -> 1.0 KiB per rank; "
+        "on rank 3: 1 -> 0 (-1), 1.0 KiB -> 0 B per rank",
     ),
     "a frame before what follows from it": (
         [counted("a", 1, 9), MESH],
