@@ -201,7 +201,11 @@ class Counts(GlobalStep):
                 if self.scope is not Scope.EVERYTHING:
                     matches = _make_phase_matcher(Phase[self.scope.name])
                     where = f" {name_phase(Phase[self.scope.name])}"
-                calls = f"all calls{where}{_describe_matching_kinds(matches, recordings)}"
+                # A step with forward and backward needs no kinds.
+                phases = {key.phase for key, _ in _list_matching_calls(matches, recordings)}
+                is_step = {Phase.FORWARD, Phase.BACKWARD} <= phases
+                kinds = "" if is_step else _describe_matching_kinds(matches, recordings)
+                calls = f"all calls{where}{kinds}"
                 return self._describe_call_factor(calls, matches, recordings)
             case Scope.ACTIVATIONS:
                 return self._describe_call_factor("activation calls", _is_activation, recordings)
@@ -293,6 +297,9 @@ class Counts(GlobalStep):
 
     def find_cause(self, recordings: Recordings) -> str:
         is_whole = self.factor.denominator == 1
+        kinds = {row.what for side in recordings.sides for row in side.collectives}
+        if self.factor < 1 and kinds <= BETWEEN_STAGES:
+            return "fewer micro-batches or stages, or stages placed on other ranks"
         if self.factor < 1 or not (is_whole or self.scope is Scope.FORWARD):
             return ""
         often = f"{self.factor} times as many"

@@ -292,9 +292,13 @@ def _find_detached_causes(explanation: Explanation, recordings: Recordings) -> I
     changed = before or after
     phases = {key.phase for _, key in changed}
     if phases == {Phase.BACKWARD} and {(owner, key.axis) for owner, key in changed} <= forward:
-        text = f"gradients {'no longer' if before else 'now'} pass through a collective of forward"
-        reason = ": detach(), or a call without gradients" * bool(before)
-        yield Cause(text=f"{text}{reason}", is_unwanted=bool(before))
+        text = "gradients now pass through a collective of forward, or backward repeats it"
+        if before:
+            text = (
+                "gradients no longer pass through a collective of forward: detach(), a call "
+                "without gradients, or a backward that no longer communicates"
+            )
+        yield Cause(text=text, is_unwanted=bool(before))
 
 
 def _find_exposure_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:

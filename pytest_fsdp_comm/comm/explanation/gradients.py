@@ -337,19 +337,19 @@ class ReducedPart(_OfGradients):
                 )
 
     def describe(self, recordings: Recordings) -> str:
-        gradients = "gradients of"
         sides = [*zip(self.rows.values(), self.old_rows.values(), strict=True)]
         # On another number of ranks, the same parameters have gradients of another size.
         sizes_of_axes = [[axis.size for axis in side.mesh_axes] for side in recordings.sides]
+        changes = {nbytes_of(new[key]) - nbytes_of(old[key]) for new, old in sides for key in new}
+        which = "different"
+        if min(changes) >= 0 or max(changes) <= 0:
+            which = "more" if max(changes) > 0 else "fewer"
+        gradients = "gradients of"
         if self.is_of_unit and sizes_of_axes[0] == sizes_of_axes[1]:
             gathers = self._describe_gathers(recordings)
-            changes = {
-                nbytes_of(new[key]) - nbytes_of(old[key]) for new, old in sides for key in new
-            }
-            which = "different"
-            if min(changes) >= 0 or max(changes) <= 0:
-                which = "more" if max(changes) > 0 else "fewer"
             gradients = f"gradients of {which} parameters are now reduced{gathers}:"
+        elif not self.is_of_unit:
+            gradients = f"{which} gradients are now reduced:"
         sizes = {
             owner: max((largest(old[key]), largest(new[key])) for key in new if key.axis)
             for (owner, new), old in zip(self.rows.items(), self.old_rows.values(), strict=True)
@@ -358,7 +358,7 @@ class ReducedPart(_OfGradients):
 
     def find_cause(self, recordings: Recordings) -> str:
         if not self.is_of_unit:
-            return ""
+            return self._explain_other_size(recordings)
         trees = recordings.trees
         lost = "some parameters {}got no gradient: not used, or behind detach() or no_grad()"
         if trees is None or not trees.has_units(self.owners):
@@ -369,6 +369,17 @@ class ReducedPart(_OfGradients):
         if self.is_added or trees.is_other_shape or owners & (trees.frozen | trees.partly_frozen):
             return _THAWED if owners <= trees.thawed else ""
         return f"{lost.format('')}; nothing was frozen, as the tree shows"
+
+    def _explain_other_size(self, recordings: Recordings) -> str:
+        trees = recordings.trees
+        if trees is not None:
+            is_frozen = not self.is_added and trees.frozen | trees.partly_frozen
+            is_thawed = self.is_added and trees.thawed
+            text = f"parameters are {_FROZEN}" if is_frozen else _THAWED if is_thawed else ""
+            return "" if trees.is_other_shape else text
+        if self.is_added:
+            return "parameters were added or enlarged, or are no longer frozen"
+        return "parameters were removed, made smaller or frozen"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -346,7 +346,8 @@ class PhaseUsed(Replaced):
             for key, rows in content.rows.items()
         ):
             return f"{text}, or not in the way clip_grad_norm_ computes them"
-        return f"{text}: is clip_grad_norm_ still called, before zero_grad()?"
+        how = "before zero_grad(), on the sharded parameters"
+        return f"{text}: is clip_grad_norm_ still called, {how}?"
 
     def _explain_single_number(self) -> str:
         # DTensors would be redistributed.

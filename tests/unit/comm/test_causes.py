@@ -528,3 +528,32 @@ def test_trees_without_a_union_are_no_evidence():
     apart = merge({0: tree(), 1: tree(layers_0_weight={"dtype": "bfloat16"})})
     assert evidence_of([(equal, equal)]) is not None
     assert evidence_of([(equal, apart)]) is evidence_of([(apart, equal)]) is None
+
+
+@pytest.mark.parametrize(
+    ("new_tree", "added", "removed"),
+    [
+        (
+            None,
+            "parameters were added or enlarged, or are no longer frozen",
+            "parameters were removed, made smaller or frozen",
+        ),
+        ({"trainable": False}, "", "parameters are frozen, as the tree shows"),
+        ({"shape": (8, 8)}, "", ""),
+        ({}, "", ""),
+    ],
+)
+def test_buckets_of_another_size_have_a_cause(new_tree, added, removed):
+    def bucket(nbytes):
+        return made([row(BACKWARD, "", "all_reduce", nbytes, "gradients")])
+
+    evidence = None
+    if new_tree is not None:
+        evidence = tree_evidence(tree(), tree(layers_1_weight=new_tree))
+    for sizes, which, cause in (((64, 96), "more", added), ((96, 64), "fewer", removed)):
+        comparison = compare(*map(bucket, sizes), evidence=evidence)
+        old, new = sizes
+        assert comparison.sentences == (
+            f"{which} gradients are now reduced: (root) {old} -> {new} B per call",
+        )
+        assert [each.text for each in comparison.causes] == [cause] * bool(cause)

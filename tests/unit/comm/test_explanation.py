@@ -309,7 +309,7 @@ LOSS = row(Phase.OUTSIDE, None, "all_reduce", 64, axis="tp")
         (
             [row(BACKWARD, "a", "all_reduce", 64, "gradients")],
             [row(BACKWARD, "a", "all_reduce", 128, "gradients")],
-            "gradients of a 64 -> 128 B per call",
+            "more gradients are now reduced: a 64 -> 128 B per call",
         ),
     ],
 )

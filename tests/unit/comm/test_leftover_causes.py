@@ -99,12 +99,10 @@ GATHERED = row(OUTSIDE, None, "all_gather", 1_024)
 BACK = row(BACKWARD, None, "reduce_scatter", 1_024)
 IN_A = row(BACKWARD, "a", "all_reduce", 1_024)
 DETACHED = (
-    "gradients no longer pass through a collective of forward: detach(), or a call without "
-    "gradients"
+    "gradients no longer pass through a collective of forward: detach(), a call without "
+    "gradients, or a backward that no longer communicates"
 )
-
-
-ATTACHED = "gradients now pass through a collective of forward"
+ATTACHED = "gradients now pass through a collective of forward, or backward repeats it"
 
 
 def test_lost_backward_of_a_collective_is_explained():

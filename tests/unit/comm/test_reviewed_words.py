@@ -327,3 +327,11 @@ def test_smaller_buffers_may_hold_no_gradients(nbytes, cause):
     ]
     lines = told(old, [row(OUTSIDE, None, "all_reduce", nbytes)])
     assert causes_in(lines) == [cause]
+
+
+@pytest.mark.parametrize("kinds", [("send", "recv"), ("send", "all_reduce")])
+def test_fewer_transfers_may_be_another_placement_of_stages(kinds):
+    sent = [row(OUTSIDE, None, kind, 64, count=6) for kind in kinds]
+    fewer = [replace(one, calls=(replace(one.calls[0], count=4),)) for one in sent]
+    placed = "fewer micro-batches or stages, or stages placed on other ranks"
+    assert causes_in(told(sent, fewer)) == [placed] * ("recv" in kinds)
