@@ -298,7 +298,7 @@ class Counts(GlobalStep):
     def find_cause(self, recordings: Recordings) -> str:
         is_whole = self.factor.denominator == 1
         kinds = {row.what for side in recordings.sides for row in side.collectives}
-        if self.factor < 1 and kinds <= BETWEEN_STAGES:
+        if self.factor < 1 and set() != kinds <= BETWEEN_STAGES:
             return "fewer micro-batches or stages, or stages placed on other ranks"
         if self.factor < 1 or not (is_whole or self.scope is Scope.FORWARD):
             return ""
