@@ -188,8 +188,10 @@ def _is_of_other_norms(change: Change, comparison: Comparison) -> bool:
     """Whether as many calls as before send the norms of more or fewer DTensors."""
     is_sum = change.owners == (None,) and change.what.startswith("all_reduce")
     is_same_count = count_calls(change.before) == count_calls(change.after)
-    return is_sum and is_same_count and any(
-        key.phase is change.phase and NORM in key.what for _, key in comparison.recorded
+    return (
+        is_sum
+        and is_same_count
+        and any(key.phase is change.phase and NORM in key.what for _, key in comparison.recorded)
     )
 
 
