@@ -66,7 +66,7 @@ def test_blocks_kept_gathered_cost_memory_not_bytes(record, device_mesh):
     # Gathered at once: the root, a block and the prefetched block; or everything.
     assert (cost.peak_before, cost.peak_after) == (3 * 512, 5 * 512)
     assert cost_lines(cost) == (
-        "-44 % bytes in all_gather[dp] (4.5 -> 2.5 KiB per rank), -29 % in all",
+        "-44 % bytes in all_gather[dp] (4.5 -> 2.5 KiB per rank), -29 % in all, "
         "peak gathered +67 % (1.5 -> 2.5 KiB per rank)",
     )
 

@@ -25,6 +25,15 @@ def gradients_reduced_in_the_first_micro_batch(changed):
 
 
 @regression
+def layers_stay_gathered_from_step_to_step(changed):
+    model = units(Decoder())
+    for layer in model.layers:
+        layer.set_reshard_after_backward(not changed)
+    train(model)
+    return of(model)
+
+
+@regression
 def parameters_gathered_for_each_micro_batch(changed):
     # Kept over all micro-batches, as zero 2 does, and no longer.
     model = units(Decoder(), reshard_after_forward=False)

@@ -45,6 +45,11 @@ def hybrid_replicas_reduced_for_each_micro_batch(changed):
 
 
 @regression(is_reversible=True)
+def hybrid_only_the_all_reduce_is_deferred(changed):
+    return of(hybrid(), micro_batches, number=2, reduce_each=changed, all_reduce_each=False)
+
+
+@regression(is_reversible=True)
 def hybrid_gradients_reduced_for_each_micro_batch(changed):
     return of(hybrid(), micro_batches, number=2, reduce_each=changed, all_reduce_each=changed)
 

@@ -230,12 +230,24 @@ class Layers(Step):
     def describe(self, recordings: Recordings) -> str:
         added = ", the new ones like their siblings" if self.new > self.old else ""
         if self.new < self.old:
-            trees, (old, new) = recordings.trees, recordings.states
-            is_present = trees is not None and trees.has_units(old.keys() - new.keys())
-            added = ", the others send nothing" if is_present else ", the others removed or not run"
-            added *= is_present or trees is None
+            added = self._describe_others(recordings)
         modules = "modules" if self.has_units else "modules that communicate"
         return f"{self.prefix or ROOT_TEXT}: {self.old} -> {self.new} {modules}{added}"
+
+    def _describe_others(self, recordings: Recordings) -> str:
+        """Return what both recordings and the trees show about modules that have no rows now."""
+        trees, (old, new) = recordings.trees, recordings.states
+        gone = old.keys() - new.keys()
+        if trees is None:
+            both = old.keys() & new.keys()
+            larger = [at for at in both if old[at].gathered_nbytes < new[at].gathered_nbytes]
+            merged = ", merged into another unit" * (len(larger) == 1)
+            return f", the others removed{merged} or not run"
+        if trees.has_units(gone):
+            return ", the others send nothing"
+        prefixes = tuple(f"{owner}." for owner in gone if owner)
+        is_present = any(name.startswith(prefixes) for name in trees.trainable)
+        return ", the others are no longer units" if self.has_units and is_present else ""
 
 
 def _find_module_lists(state: State) -> dict[str, dict[str, _List]]:

@@ -37,6 +37,7 @@ Part: TypeAlias = Literal["names", "counts", "sizes", "rows"]
 Problem: TypeAlias = Literal[
     "unsharded",
     "unreduced",
+    "stale",
     "missing",
     "inputs",
     "outputs",
@@ -49,11 +50,13 @@ Problem: TypeAlias = Literal[
     "reduce_op",
     "dtype",
 ]
-"""Problems with gradients, worst first. ``missing``: a unit that did not exist before reduces none.
-``inputs``: backward no longer reduces the gradients of a module's inputs. ``outputs``: forward no
-longer reduces the outputs of a module that is still sharded. ``part``: some parameters of a unit
-get no gradient. ``again``: besides its unit, a module reduces its gradients too.
-``passes``: fewer backwards. ``backwards``, ``reduce_op``, ``dtype``: this field of `Calls` changed.
+"""Problems with gradients, worst first. ``stale``: a trained unit stays gathered from step to step,
+so forward does not use what the optimizer changed. ``missing``: a unit that did not exist before
+reduces none. ``inputs``: backward no longer reduces the gradients of a module's inputs.
+``outputs``: forward no longer reduces the outputs of a module that is still sharded. ``part``: some
+parameters of a unit get no gradient. ``again``: besides its unit, a module reduces its gradients
+too. ``passes``: fewer backwards. ``backwards``, ``reduce_op``, ``dtype``: this field of `Calls`
+changed.
 """
 
 

@@ -113,6 +113,11 @@ class TrainingChange:
                 )
             case "unreduced":
                 return f"{gradients} no longer reduced over {over} (was {old})"
+            case "stale":
+                return (
+                    f"{who} stay gathered from step to step, so forward does not use what the "
+                    "optimizer changed, e.g. after set_reshard_after_backward(False)"
+                )
             case "missing":
                 return f"{gradients} not reduced over {over}"
             case "inputs":
@@ -275,6 +280,15 @@ class _Side:
             owner = owner.rpartition(".")[0]
         return owner
 
+    def stays_gathered(self, owner: Owner) -> bool:
+        """Whether the step neither gathers a unit before backward nor reshards it afterwards."""
+        return all(
+            row.phase is Phase.FORWARD
+            if row.what == "reshard"
+            else row.phase in {Phase.BACKWARD, Phase.RECOMPUTE}
+            for row in self.units.get(owner, ())
+        )
+
     def acts(self, owner: Owner, phase: Phase) -> dict[tuple[RowKey, tuple[int, ...]], int]:
         """Count how often a unit is gathered and resharded in a phase."""
         return {(row.key, row.ranks): row.count for row in self.units[owner] if row.phase is phase}
@@ -347,6 +361,7 @@ class _Training:
         for owner, was in old.reduced.items():
             for problem in self._find_owner_problems(owner, was, new.reduced.get(owner, {})):
                 yield owner, problem
+        yield from self._find_stale_units()
         yield from self._find_unreduced_new_units()
         yield from self._find_unreduced_inputs()
         yield from self._find_unreduced_outputs()
@@ -401,6 +416,14 @@ class _Training:
                     axes_by_problem[field, before, after].append(axis)
         for (problem, before, after), axes in axes_by_problem.items():
             yield problem, tuple(axes), before, after
+
+    def _find_stale_units(self) -> Iterator[tuple[Owner, _AxisProblem]]:
+        """Yield units that stay gathered from step to step, although they are trained."""
+        for owner, reduced in self.new.reduced.items():
+            kinds = {row.what for rows in reduced.values() for row in rows}
+            is_stale = not self.old.stays_gathered(owner) and self.new.stays_gathered(owner)
+            if kinds == {"reduce_scatter"} and is_stale:
+                yield owner, ("stale", tuple(sorted(reduced)), "", "")
 
     def _find_unreduced_new_units(self) -> Iterator[tuple[Owner, _AxisProblem]]:
         """Yield new units with trainable parameters that backward uses, but does not reduce."""

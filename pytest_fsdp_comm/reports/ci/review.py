@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 from pytest_fsdp_comm.errors import printable
@@ -26,7 +27,6 @@ from pytest_fsdp_comm.text.words import (
     cut,
     first_of,
     hide_amounts,
-    shell_word,
     shorten,
     show_count,
 )
@@ -111,13 +111,17 @@ def _describe_artifacts(outcomes: Outcomes, origin: Origin, *, can_accept: bool)
     if origin.run_address:
         saved = f'<a href="{origin.run_address}">{saved}</a>'
     if outcomes.report:
-        report = f"<code>{_shorten_and_escape(outcomes.report)}</code>"
+        # An absolute path exists only on the runner.
+        path = Path(outcomes.report)
+        shown = path.name if path.is_absolute() else outcomes.report
+        report = f"<code>{_shorten_and_escape(shown)}</code>"
         yield f"The report {report} is in {saved}, if the job saves it.\n\n"
     if outcomes.artifacts and can_accept:
-        place = _shorten_and_escape(shell_word(outcomes.artifacts))
+        # The directory has a different path on the author's machine.
         yield (
-            f"To accept these changes without another run, download <code>{place}</code> from "
-            f"{saved}, then run <code>fsdp-comm accept {place}</code>.\n\n"
+            f"To accept these changes without another run, download the differences from {saved} "
+            "to a directory <code>differences</code>, then run <code>fsdp-comm accept "
+            "differences</code>.\n\n"
         )
 
 

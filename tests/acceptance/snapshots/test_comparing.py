@@ -373,8 +373,8 @@ def test_differing_simulated_ranks_have_own_lines(project):
     explained(
         result,
         "comm_mode and fsdp_tree differ from snapshots/test_it/test_ranks.ws4 (2 files)",
-        "(no-module) outside forward and backward: send[dp] x1 of 8 B float32 peer +1 on rank 3 -> "
-        "x1 of 8 B float32 peer +1 on rank 0",
+        "(no-module) outside forward and backward: send[dp] on rank 0: 0 -> 1 (+1), 0 -> 8 B per "
+        "rank; on rank 3: 1 -> 0 (-1), 8 -> 0 B per rank",
     )
     project.update().assert_outcomes(passed=1)
     text = project.read("snapshots/test_it/test_ranks.ws4.comm")

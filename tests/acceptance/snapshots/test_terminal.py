@@ -176,7 +176,7 @@ def test_eight_lines_and_a_headline(changed):
     # The change, its cause, then its cost.
     assert shown[1].startswith("lm_head split off from unit (root), gathered 4 times in forward: ")
     assert shown[2] == "tree: body.{0..3}: reshard_after_forward True -> False"
-    assert shown[3].startswith("likely: called several times in one forward, e.g. by a chunked ")
+    assert shown[3].startswith("likely: called several times in one forward, e.g. by a loop ")
     assert shown[4].startswith("cost: +30 % bytes in all_gather[dp] ")
     assert re.fullmatch(r"\.\.\. and \d+ more lines \(-vv\)", shown[-2])
     assert len(shown) <= 8

@@ -329,6 +329,59 @@ def test_smaller_buffers_may_hold_no_gradients(nbytes, cause):
     assert causes_in(lines) == [cause]
 
 
+def test_unit_that_stays_gathered_from_step_to_step_is_stale():
+    """As after `set_reshard_after_backward(False)` in the whole run, or on some units."""
+
+    def stay_gathered(old, *owners):
+        return changed(
+            old, lambda one: one if one.owner not in owners or role(one) == "gradients" else None
+        )
+
+    names = ("layers.0", "layers.2")
+    lines = told(profile(), stay_gathered(profile(), *names))
+    assert lines[0] == (
+        "breaks training: layers.{0,2} stay gathered from step to step, so forward does not use "
+        "what the optimizer changed, e.g. after set_reshard_after_backward(False)"
+    )
+    # Forward reshards them, and backward gathers them again.
+    between = changed(
+        profile(),
+        lambda one: (
+            None
+            if one.owner in names
+            and (one.phase, one.what)
+            in {(FORWARD, "all_gather"), (FORWARD, "unshard"), (BACKWARD, "reshard")}
+            else one
+        ),
+    )
+    assert told(profile(), between)[0] == lines[0]
+    # Resharded after backward, as after an evaluation, gathered after the optimizer, or replicated.
+    resharded = changed(
+        profile(),
+        lambda one: (
+            None
+            if one.owner in names and one.phase is FORWARD and one.what in {"all_gather", "unshard"}
+            else one
+        ),
+    )
+    gathered = [row(OUTSIDE, name, "all_gather", 2 * NBYTES, "parameters") for name in names]
+    replicated = [row(BACKWARD, name, "all_reduce", 2 * NBYTES, "gradients") for name in names]
+    alone = [one for one in profile().rows if one.owner not in names]
+    kept = stay_gathered(profile(), *names)
+    for new in (resharded, [*kept.rows, *gathered], [*alone, *replicated], alone):
+        assert not any("stay gathered" in line for line in told(profile(), new))
+
+
+@pytest.mark.parametrize(("root", "is_merged"), [(2 * NBYTES, True), (NBYTES, False)])
+def test_missing_layers_may_be_merged_into_another_unit(root, is_merged):
+    old = profile(layers=4)
+    new = [*unit("", root, kept=True)]
+    new += [one for one in profile(layers=2).rows if one.owner]
+    text = "\n".join(told(old, new))
+    merged = ", merged into another unit" * is_merged
+    assert f"layers: 4 -> 2 modules, the others removed{merged} or not run" in text
+
+
 @pytest.mark.parametrize("kinds", [("send", "recv"), ("send", "all_reduce")])
 def test_fewer_transfers_may_be_another_placement_of_stages(kinds):
     sent = [row(OUTSIDE, None, kind, 64, count=6) for kind in kinds]

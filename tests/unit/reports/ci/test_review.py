@@ -91,9 +91,14 @@ def test_summary_says_what_to_do_with_saved_directories():
     text = shown(render_summary(outcomes(failed(), **saved), Origin()))
     assert text.endswith(
         "The report out/index.html is in the artifacts of this run, if the job saves it. To accept "
-        "these changes without another run, download 'ci files' from the artifacts of this run, "
-        "then run fsdp-comm accept 'ci files' ."
+        "these changes without another run, download the differences from the artifacts of this "
+        "run to a directory differences , then run fsdp-comm accept differences ."
     )
+    # A path of the runner means nothing to the author.
+    on_runner = {"artifacts": "/runner/_temp/differences.x", "report": "/runner/_temp/r/index.html"}
+    text = shown(render_summary(outcomes(failed(), **on_runner), Origin()))
+    assert "The report index.html is in" in text
+    assert "/runner" not in text
     origin = dataclasses.replace(
         ORIGIN, run_address="https://github.com/o/r/actions/runs/7#artifacts"
     )
