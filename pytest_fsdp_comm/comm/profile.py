@@ -233,13 +233,14 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
             reduced_in[event.num_backwards].add(event.backward)
         words = {total: _describe_backwards(total, places) for total, places in reduced_in.items()}
         calls = [Calls.from_event(event, words[event.num_backwards]) for event in row_events]
+        # Tuples are faster to hash than sites.
         sites = Counter(
-            Site(
-                issued_in=event.issued_in,
-                call_site=event.call_site,
-                calls=call,
-                is_of_dtensor=event.source is Source.DTENSOR,
-                is_of_backward=event.is_of_backward,
+            (
+                event.issued_in,
+                event.call_site,
+                call,
+                event.source is Source.DTENSOR,
+                event.is_of_backward,
             )
             for event, call in zip(row_events, calls, strict=True)
         )
@@ -250,8 +251,17 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
             axis=axis,
             calls=_make_counted_calls(Counter(calls)),
             sites=tuple(
-                replace(site, calls=replace(site.calls, count=count))
-                for site, count in sites.most_common()
+                Site(
+                    issued_in=issued_in,
+                    call_site=call_site,
+                    calls=replace(call, count=count),
+                    is_of_dtensor=is_of_dtensor,
+                    is_of_backward=is_of_backward,
+                )
+                for (
+                    (issued_in, call_site, call, is_of_dtensor, is_of_backward),
+                    count,
+                ) in sites.most_common()
             ),
         )
 
