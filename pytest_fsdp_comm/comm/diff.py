@@ -154,10 +154,7 @@ def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None
     """Compare the `comparable` parts of two profiles, and explain the diff."""
     words = {True: "compared", False: "not compared"}
     sizes = words[old.sizes_activations], words[new.sizes_activations]
-    backwards = [
-        {call.backwards for row in side.collectives for call in row.calls} - {""}
-        for side in (old, new)
-    ]
+    complete = old, new
     old, new = comparable(old, new)
     frames = tuple(_compare_run_facts(old, new, sizes))
     recorded = _group_by_place(new.rows)
@@ -166,6 +163,10 @@ def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None
         return Comparison(changes=())
     cost = cost_of_change(old, new)
     explanation = explain(old, new)
+    backwards = [
+        {call.backwards for row in side.collectives for call in row.calls} - {""}
+        for side in complete
+    ]
     recordings = Recordings(
         old=old,
         renamed=rename_rows(old, explanation.steps),

@@ -252,7 +252,7 @@ def _name_places_of_calls(
         if site.calls.role != Role.PARAMETERS and getattr(site.calls, field) == value
     )
     calls = _drop_backward_lines(NewCalls(sites))
-    return f"at {_name_call_sites(calls)}" if _list_call_sites(calls) else ""
+    return _describe_place(calls)
 
 
 def _describe_step(step: TrainingChange | Step, text: str, comparison: Comparison) -> Statement:
@@ -261,7 +261,7 @@ def _describe_step(step: TrainingChange | Step, text: str, comparison: Compariso
     return Statement(
         severity="breaks training" if breaks else "change",
         text=text,
-        place=f"at {_name_call_sites(calls)}" if _list_call_sites(calls) else "",
+        place=_describe_place(calls),
         causes=tuple(cause.text for cause in comparison.causes if step in cause.steps),
         is_effect=isinstance(step, Step) and step.is_effect,
         sites=() if breaks else tuple(_list_call_sites(calls)[:_MAX_LINES]),
@@ -273,8 +273,7 @@ def _describe_cause(cause: Cause, comparison: Comparison) -> Statement:
     calls = NewCalls.join(
         _find_new_calls_of_step(step, comparison) for step in cause.steps if isinstance(step, Waits)
     )
-    place = f"at {_name_call_sites(calls)}" if _list_call_sites(calls) else ""
-    return Statement(severity="likely", text=cause.text, place=place)
+    return Statement(severity="likely", text=cause.text, place=_describe_place(calls))
 
 
 def _join_other_sizes(rows: Iterable[Change]) -> Iterable[Sequence[Change]]:
@@ -376,6 +375,11 @@ def _list_call_sites(calls: NewCalls) -> list[str]:
     return [*dict.fromkeys(site.call_site for _, site in calls.sites if site.call_site)]
 
 
+def _describe_place(calls: NewCalls) -> str:
+    """Return ``at a.py:9 or b.py:17``; empty if no line is known."""
+    return f"at {_name_call_sites(calls)}" if _list_call_sites(calls) else ""
+
+
 def _name_call_sites(calls: NewCalls) -> str:
     """Format the lines that may have issued the calls: ``a.py:9 or b.py:17``."""
     lines = _list_call_sites(calls)
@@ -445,11 +449,9 @@ def _describe_row_change(before: Row | None, after: Row | None, times: str) -> s
             for row in (before, after)
         )
         fewer, more = old_counts - new_counts, new_counts - old_counts
-        # One of several kinds of calls is issued more or less often.
-        for word, counts in (("removed", fewer), ("added", more)):
-            if len({*fewer, *more}) == 1 and counts:
-                ((calls, count),) = counts.items()
-                parts.append(f"{word} {replace(calls, count=count)}")
+        if len(fewer) + len(more) == 1:  # one of several kinds of calls
+            ((calls, count),) = (fewer or more).items()
+            parts.append(f"{'removed' if fewer else 'added'} {replace(calls, count=count)}")
     return ", ".join(parts)
 
 

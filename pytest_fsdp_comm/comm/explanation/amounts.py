@@ -297,10 +297,12 @@ class Counts(GlobalStep):
 
     def find_cause(self, recordings: Recordings) -> str:
         is_whole = self.factor.denominator == 1
-        kinds = {row.what for side in recordings.sides for row in side.collectives}
-        if self.factor < 1 and set() != kinds <= BETWEEN_STAGES:
-            return "fewer micro-batches or stages, or stages placed on other ranks"
-        if self.factor < 1 or not (is_whole or self.scope is Scope.FORWARD):
+        if self.factor < 1:
+            kinds = {row.what for side in recordings.sides for row in side.collectives}
+            is_between_stages = set() != kinds <= BETWEEN_STAGES
+            placed = "fewer micro-batches or stages, or stages placed on other ranks"
+            return placed if is_between_stages else ""
+        if not (is_whole or self.scope is Scope.FORWARD):
             return ""
         often = f"{self.factor} times as many"
         reductions = recordings.ratio(_is_gradient_reduction, is_shared=True)

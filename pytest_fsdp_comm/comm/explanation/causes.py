@@ -12,6 +12,7 @@ from pytest_fsdp_comm.comm.events import ROOT_FQN, Phase, Role
 from pytest_fsdp_comm.comm.explanation.amounts import Dtype, Sizes, explain_added_forwards
 from pytest_fsdp_comm.comm.explanation.evidence import (
     NORM,
+    SCALAR_NBYTES,
     Recordings,
     count_acts,
     count_more_acts,
@@ -44,7 +45,6 @@ _MISSING_ROOT: Final = (
     f"fully_shard on the root is missing: its parameters are not sharded{_NOT_REDUCED}, and each "
     "unit below becomes a root; or the root's forward is not called"
 )
-_NORM_NBYTES: Final = 8  # a float64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ def _find_norm_causes(explanation: Explanation, recordings: Recordings) -> Itera
     (old_calls, norms_before), (new_calls, norms) = map(_count_norm_reductions, recordings.sides)
     removed, added = old_calls - new_calls, new_calls - old_calls
     nbytes = [sum(size * count for size, count in calls.items()) for calls in (removed, added)]
-    is_single = removed and added and max(added) <= _NORM_NBYTES < min(removed)
+    is_single = removed and added and max(added) <= SCALAR_NBYTES < min(removed)
     if norms > norms_before and is_single and nbytes[1] <= nbytes[0]:
         kinds = PhaseUsed | GatheredInFull | Redistributed
         steps = [step for step in explanation.steps if isinstance(step, kinds)]

@@ -23,6 +23,8 @@ from pytest_fsdp_comm.comm.profile import CommProfile, RowKey
 from pytest_fsdp_comm.text.words import itemsize
 
 BETWEEN_STAGES: Final = frozenset({"send", "recv"})
+SCALAR_NBYTES: Final = 8
+"""Size of a float64."""
 NORM: Final = "_NormPartial("
 """Start of the placement of an unreduced norm, as DTensor prints it (checked in 2.7 to 2.15)."""
 Matches: TypeAlias = Callable[[RowKey, Calls, Owner], bool]

@@ -17,6 +17,7 @@ from pytest_fsdp_comm.comm.events import REDUCING, ROOT_FQN, Phase, Role
 from pytest_fsdp_comm.comm.explanation.amounts import Counts, Steps
 from pytest_fsdp_comm.comm.explanation.evidence import (
     BETWEEN_STAGES,
+    SCALAR_NBYTES,
     Recordings,
     count_elements,
 )
@@ -53,8 +54,6 @@ _UNMARKED: Final = frozenset({"times", "dtype", "reduce_op"})
 _FIELDS: Final[tuple[Problem, ...]] = ("backwards", "reduce_op", "dtype")
 
 _AFTER_PASSES: Final = frozenset({Phase.OUTSIDE, Phase.OPTIMIZER})
-_SCALAR_NBYTES: Final = 8
-"""Size of a float64. Smaller buffers, such as losses and norms, are no gradients."""
 _AFTER_FORWARD: Final = frozenset({Phase.BACKWARD, Phase.RECOMPUTE, Phase.OPTIMIZER})
 
 
@@ -438,16 +437,16 @@ class _Training:
     def _find_unreduced_inputs(self) -> Iterator[tuple[Owner, _AxisProblem]]:
         """Yield modules whose backward no longer reduces activations, unlike their forward."""
         old, new = (_count_reductions(side, Phase.BACKWARD) for side in (self.old, self.new))
-        for axis in old:
+        # If all parameter gradients are still reduced, nothing was detached or frozen.
+        is_trained = self.old.reduced.keys() == self.new.reduced.keys()
+        is_trained &= bool(self.old.reduced) or self._sends_same_buffers()
+        for axis in old if is_trained else ():
             was, now = old[axis], new.get(axis, {})
             lost = was.keys() - now.keys()
             if not self.old.reduced:  # buffers do not show whether modules were removed
                 lost = {owner for owner in lost if self._is_still_in_model(owner)}
-            # If all parameter gradients are still reduced, nothing was detached or frozen.
-            is_trained = self.old.reduced.keys() == self.new.reduced.keys()
-            is_trained &= bool(self.old.reduced) or self._sends_same_buffers()
             is_same_forward = self.old.forward(axis) == self.new.forward(axis)
-            if lost and is_trained and is_same_forward and not now.keys() - was.keys():
+            if lost and is_same_forward and not now.keys() - was.keys():
                 for owner in lost:
                     yield owner, ("inputs", (axis,), "", "")
 
@@ -459,7 +458,7 @@ class _Training:
                 for row in side.profile.rows
                 if row.phase in _AFTER_PASSES and row.what in REDUCING and row.owner is None
                 for calls in row.calls
-                if calls.nbytes > _SCALAR_NBYTES
+                if calls.nbytes > SCALAR_NBYTES  # not a loss or a norm
             }
             for side in (self.old, self.new)
         )
