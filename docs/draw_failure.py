@@ -51,7 +51,8 @@ def main() -> None:
     """Run the edited example and write the picture."""
     with tempfile.TemporaryDirectory() as scratch:
         output = fail(Path(scratch))
-    failure = output[output.index(">       ") : output.index("\n\n", output.index("accept: "))]
+    failure = output[output.index(">       ") :]
+    failure = failure[: re.search(r"^-+ snapshot report", failure, flags=re.MULTILINE).start()]
     console = Console(width=COLUMNS, record=True, file=io.StringIO())
     for line in failure.splitlines():
         console.print(indented(Text.from_ansi(line), console), soft_wrap=True)

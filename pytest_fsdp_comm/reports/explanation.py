@@ -10,7 +10,7 @@ from itertools import chain, zip_longest
 from typing import Final, Literal, get_args
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.text.words import first_of, shorten, show_count
+from pytest_fsdp_comm.text.words import first_of, show_count
 
 Severity = Literal[
     "ranks diverge", "breaks training", "change", "likely", "cost", "error", "rest", "note", "fix"
@@ -44,10 +44,6 @@ _SERIOUS: Final = frozenset[Severity]({"ranks diverge", "breaks training"})
 # It does not truncate if the notice would be longer than the text that it replaces.
 MOST_LINES: Final = 8
 MOST_CHARACTERS: Final = 660
-# A shortened explanation has at most two lines about the cost: the total, and its parts.
-_MOST_COSTS: Final = 2
-# Minimum length of a shortened line.
-_SHORTEST_LINE: Final = 80
 _MOST_SUMMARIES: Final = 5
 
 # Matches names of several modules, as `fqn.name_owners` lists them, at the places where a statement
@@ -96,17 +92,12 @@ class Statement:
         """The text with its mark and likely causes."""
         return "; likely: ".join((self.marked_text, *self.causes))
 
-    def line(self, most: int | None = None) -> str:
-        """Return the statement as it is printed, shortened if it is longer than `most`."""
+    def line(self) -> str:
+        """Return the statement as it is printed."""
         if self.severity == "error":
-            if most is None or len(self.text) <= most:
-                return self.text
-            # A part of a command would move the file to another place.
-            return shorten(MOVE_COMMAND.sub("the command is at the end", self.text), most)
+            return self.text
         place = f", {self.place}" if self.place else ""
-        text = self.marked_text
-        room = len(text) if most is None else most - len(place) - 2
-        return f"  {shorten_statement(text, room)}{place}"
+        return f"  {self.marked_text}{place}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,79 +316,31 @@ def _add_name_to_statement(statement: Statement, name: str, label: str) -> State
     return replace(statement, value="" if statement.severity in _UNNAMED else label)
 
 
-def failure_lines(failure: Failure, *, everything: bool = False) -> tuple[str, ...]:
-    """Explain a failure in up to 8 lines, or completely.
+def failure_lines(failure: Failure) -> tuple[str, ...]:
+    """Explain a failure completely."""
+    return (*failure.lines, *failure.accept_lines)
 
-    Args:
-        failure: The failure of an assertion.
-        everything: Whether to return all lines, because pytest will not truncate them.
+
+def split_failure_lines(failure: Failure) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Split an explanation into the lines that pytest does not truncate, and the rest.
+
+    The first part ends with the command that accepts the change, unless the command is too long.
     """
-    # Errors are never shortened.
-    if everything or not (failure.compared or failure.is_missing):
-        return (*failure.lines, *failure.accept_lines)
-    head, tail = (failure.head, *failure.heads), (*failure.fixes, *failure.accept_lines)
-    rows = failure.rows
-    kept = _sort_by_importance(failure)
-    least = min(len(kept), 1 + bool(failure.select("likely")))
-    lines: list[str] = []
-    # Print only as many rows as fit, because pytest would cut off the command, which comes last.
-    numbers = range(len(kept), least - 1, -1)
-    # Shorten the second line only if that is not enough for the others, and the first line only if
-    # it would not fit even without most of the others.
-    attempts = [(number, whole) for number in numbers for whole in (2, 1)]
-    for num_kept, num_whole in (*attempts, *((number, 0) for number in numbers)):
-        hidden = [rows[index].severity for index in kept[num_kept:]]
-        # Do not hide a single row, because "... and 1 more" would take up a line itself.
-        if len(hidden) == 1 and num_kept > least:
-            continue
-        noun = "change" if {*hidden} <= {*_CHANGES, "rest"} else "line"
-        more = [f"  ... and {show_count(len(hidden), f'more {noun}')} (-vv)"] if hidden else []
-        if len(head) + num_kept + len(more) + len(tail) > MOST_LINES and num_kept > least:
-            continue
-        room = MOST_CHARACTERS - sum(map(len, (*head, *more, *tail)))
-        shown = [rows[index] for index in sorted(kept[:num_kept])]
-        lines = [*head, *_fit_rows(shown, room, num_whole), *more, *tail]
-        if sum(map(len, lines)) <= MOST_CHARACTERS:
-            break
-    return tuple(lines)
+    complete = failure_lines(failure)
+    # Errors are never split.
+    if _fits(complete) or not (failure.compared or failure.is_missing):
+        return complete, ()
+    lines, accept = failure.lines, failure.accept_lines
+    for number in range(len(lines) - 1, 0, -1):
+        more = f"  ... and {show_count(len(lines) - number, 'more line')} below"
+        shown = (*lines[:number], more, *accept)
+        if _fits(shown):
+            return shown, lines[number:]
+    return (failure.head, "  ... the other lines are below"), complete[1:]
 
 
-def _sort_by_importance(failure: Failure) -> list[int]:
-    """Return indices of `Failure.rows`; a short text omits the last ones first."""
-    rows = failure.rows
-    texts = [row.text for row in failure.select("likely")]
-    cause = [*(failure.changes[0].causes if failure.changes else ()), *texts][:1]
-    changes, costs = (
-        [index for index, row in enumerate(rows) if row.severity == severity]
-        for severity in ("change", "cost")
-    )
-
-    def importance(index: int) -> int:
-        row = rows[index]
-        if index == 0:
-            return 0
-        if row.severity == "likely" and row.text in cause:
-            return 1
-        if row.severity in _SERIOUS or index in changes[:2]:
-            return 2
-        if index in costs[:_MOST_COSTS]:
-            # The total is more important than a third change, its parts are less important.
-            return 3 if index == costs[0] else 5
-        return 4 if row.severity == "change" else 6
-
-    return sorted(range(len(rows)), key=importance)
-
-
-def _fit_rows(rows: Sequence[Statement], room: int, num_whole: int) -> list[str]:
-    """Shorten the longest lines until all fit into `room`, but not the first `num_whole`."""
-    complete = [row.line() for row in rows]
-    for most in range(max(map(len, complete), default=0), _SHORTEST_LINE - 1, -1):
-        # Causes, and lines about training, are never shortened.
-        lines = [row.line(None if row.severity in {*_SERIOUS, "likely"} else most) for row in rows]
-        lines = [*complete[:num_whole], *lines[num_whole:]]
-        if sum(map(len, lines)) <= room:
-            return lines
-    return complete
+def _fits(lines: Sequence[str]) -> bool:
+    return len(lines) <= MOST_LINES and sum(map(len, lines)) <= MOST_CHARACTERS
 
 
 def shorten_statement(text: str, most: int) -> str:

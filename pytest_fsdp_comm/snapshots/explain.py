@@ -20,6 +20,7 @@ from pytest_fsdp_comm.reports.explanation import (
     Failure,
     failure_lines,
     join_failures,
+    split_failure_lines,
 )
 from pytest_fsdp_comm.snapshots.differences import evidence_of, explain_profiles, make_failure_head
 from pytest_fsdp_comm.snapshots.documents import (
@@ -64,12 +65,15 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
     failure = explain_results(assertion, results)
     is_ci = any(os.environ.get(name) for name in ("CI", "BUILD_NUMBER"))
     is_verbose = is_ci or item.config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS) > 1
+    if is_verbose:
+        diff = map(printable, _list_diff_lines(assertion, results))
+        lines, below = failure_lines(failure), tuple(diff)
+    else:
+        lines, below = split_failure_lines(failure)
     item.stash[FAILED_COMPARISON] = FailedComparison(
-        failure=failure,
-        is_explained=assertion.explains,
-        below=tuple(map(printable, _list_diff_lines(assertion, results))) if is_verbose else (),
+        failure=failure, is_explained=assertion.explains, below=below
     )
-    return list(failure_lines(failure, everything=is_verbose))
+    return list(lines)
 
 
 def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""The text of failed comparisons: at most 8 lines, or everything."""
+"""The text of failed comparisons, of which pytest prints up to 8 lines."""
 
 import re
 from dataclasses import replace
@@ -17,6 +17,7 @@ from pytest_fsdp_comm.reports.explanation import (
     failure_sort_key,
     join_failures,
     shorten_statement,
+    split_failure_lines,
     summarize_changes,
     write_headline,
 )
@@ -48,10 +49,17 @@ def missing(name):
     return Failure.from_error(f"there is no snapshot a.{name} yet", NO_SNAPSHOT)
 
 
-def lines_of(values, accept=ACCEPT, *, everything=False):
+def join(values, accept=ACCEPT):
     command, _, test = accept.rpartition(" ")
-    failure = join_failures(values, command=command and f"{command} ", test=test)
-    return failure_lines(failure, everything=everything)
+    return join_failures(values, command=command and f"{command} ", test=test)
+
+
+def lines_of(values, accept=ACCEPT):
+    return failure_lines(join(values, accept))
+
+
+def split_lines_of(values, accept=ACCEPT):
+    return split_failure_lines(join(values, accept))
 
 
 @pytest.mark.parametrize(("nbytes", "is_second"), [(1_000_000, True), (10, False)])
@@ -73,7 +81,7 @@ def test_row_that_changes_most_bytes_is_second(nbytes, is_second):
 
 def test_failure_text_of_one_change_has_all_lines():
     text = comm(cost=("+1 % bytes",), rest=("other: changed",), note=("odd",))
-    assert lines_of({"": text}, everything=True) == (
+    assert lines_of({"": text}) == (
         "comm_mode differs from a.ws4.comm",
         "  layers.0: changed",
         "  likely: one",
@@ -86,48 +94,44 @@ def test_failure_text_of_one_change_has_all_lines():
 
 
 def test_eight_lines_end_with_the_command():
-    """What is cut first: what comes last. The cause and the cost precede further changes."""
-    assert lines_of({"comm": comm(9, cost=("a", "b"), rest=("c",))}) == (
+    """The other lines are printed below the failure."""
+    values = {"comm": comm(9, cost=("a", "b"), rest=("c",))}
+    lines, below = split_lines_of(values)
+    assert lines == (
         "comm_mode differs from a.ws4.comm",
-        "  layers.0: changed",
-        "  layers.1: changed",
-        "  layers.2: changed",
-        "  likely: one",
-        "  cost: a",
-        "  ... and 9 more lines (-vv)",
+        *(f"  layers.{n}: changed" for n in range(5)),
+        "  ... and 9 more lines below",
         COMMAND,
     )
-    assert lines_of({"": comm(2, cost=("a", "b"), rest=("c", "d"))}) == (
-        "comm_mode differs from a.ws4.comm",
-        "  layers.0: changed",
-        "  layers.1: changed",
-        "  likely: one",
-        "  cost: a",
-        "  cost: b",
-        "  ... and 3 more lines (-vv)",
-        COMMAND,
-    )
+    assert (*lines[:6], *below, COMMAND) == lines_of(values)
 
 
-def test_first_change_is_kept_beside_many_missing_snapshots():
+def test_eight_short_lines_are_not_split():
+    lines, below = split_lines_of({"": comm(2, cost=("a",), rest=("b",))})
+    assert (len(lines), below) == (8, ())
+
+
+@pytest.mark.parametrize(("lengths", "shown"), [([300, 200, 150], 2), ([300, 300], 1), ([700], 0)])
+def test_long_lines_are_never_cut(lengths, shown):
+    values = {"": failure_of(change=tuple("x" * length for length in lengths), cost=("a",))}
+    lines, below = split_lines_of(values)
+    assert lines[1:-2] == tuple("  " + "x" * length for length in lengths[:shown])
+    assert (*lines[:-2], *below, COMMAND) == lines_of(values)
+    assert sum(map(len, lines)) <= 660
+
+
+def test_very_long_command_is_below():
+    lines, below = split_lines_of({"": comm()}, "pytest " + "x" * 700)
+    assert lines == ("comm_mode differs from a.ws4.comm", "  ... the other lines are below")
+    assert below[0] == "  layers.0: changed"
+    assert below[-1] == "  accept: pytest " + "x" * 700
+
+
+def test_lines_below_contain_what_many_missing_snapshots_hide():
     values = {"comm": comm(1), **{name: missing(name) for name in "abcdefgh"}}
-    lines = lines_of(values)
-    assert any("layers.0: changed" in line for line in lines)
+    lines, below = split_lines_of(values)
+    assert "  layers.0: changed" in below
     assert lines[-1] == COMMAND
-
-
-def test_cause_of_first_change_is_kept():
-    """The first `likely:` line may be about a change that is not printed."""
-    changes = tuple(
-        Statement(severity="change", text=f"{name}: changed", causes=(cause,))
-        for name, cause in (("a", "two"), *((f"b{n}", "one") for n in range(8)))
-    )
-    failure = comm(0)
-    failure = replace(failure, statements=(*changes, *failure.statements))
-    lines = lines_of({"": failure})
-    assert lines[1] == "  a: changed"
-    assert "  likely: two" in lines
-    assert "  likely: one" not in lines
 
 
 def test_two_values_share_a_head_and_take_turns():
@@ -139,11 +143,15 @@ def test_two_values_share_a_head_and_take_turns():
         "  tree: norm.0: becomes a root",
         "  layers.1: changed",
         "  tree: norm.1: becomes a root",
+        *(f"  layers.{n}: changed" for n in range(2, 3)),
+        "  tree: norm.2: becomes a root",
+        "  layers.3: changed",
+        "  tree: norm.3: becomes a root",
+        "  layers.4: changed",
         "  likely: one",
+        "  likely: two",
         "  cost: +1 % bytes",
-        "  ... and 6 more lines (-vv)",
     )
-    assert len(lines_of(texts, everything=True)) == 1 + 1 + 5 + 4 + 2 + 1
     stages = {"first": comm(cost=("+1 %",)), "second": comm(cost=("+2 %",))}
     assert lines_of(stages, "")[1:] == (
         "  first: layers.0: changed",
@@ -155,57 +163,14 @@ def test_two_values_share_a_head_and_take_turns():
     )
 
 
-@pytest.mark.parametrize(
-    ("training", "cost", "changes", "shown"),
-    [
-        # All fit: one more line is shortened, as "1 more" would take a line, too.
-        ([], [100, 90], [99], "99 100 90"),
-        ([110], [115, 100], [120], "110 120 115 100"),
-        # The first line is cut last.
-        ([], [115, 100], [180, 140], "180 140 2"),
-        ([], [115, 100], [150, 140], "150 140 115 100"),
-        # Whole lines say more than the beginnings of many.
-        ([], [115, 100], [140, 130, 120, 110], "140 130 120 115 2"),
-        # Lines about training are never shortened; hidden costs are counted.
-        ([150, 150], [115, 100], [130], "150 150 3"),
-        ([170, 200], [], [90], "170 2"),
-    ],
-)
-def test_long_lines_are_cut_before_they_are_left_out(training, cost, changes, shown):
-    def written(name, lengths):
-        return tuple(
-            f"{name}{length} ".ljust(length, "-").replace("---", "-- ")[: length - 2]
-            for length in lengths
-        )
-
-    text = failure_of(
-        breaks_training=written("t", training),
-        change=written("x", changes),
-        cost=written("c", cost),
-        likely=("l" * 100,),
-    )
-    command = "pytest --snapshot-update " + "n" * 80
-    lines = lines_of({"": text}, command)
-    assert lines[-1].endswith(f": {command}")
-    assert len(lines) <= 8
-    assert sum(map(len, lines)) <= 660
-    rows = [line for line in lines[1:-1] if "likely" not in line]
-    assert " ".join(re.findall(r"\d+", " ".join(rows))) == shown
-    assert not [line for line in lines if "training: t" in line and line.endswith("...")]
-
-
-def test_line_that_is_cut_keeps_phase_kind_and_place():
+def test_shortened_line_keeps_phase_and_kind():
     names = ", ".join(f"model.layers.{{0,2}}.attention.{name}" for name in "qkv")
     text = f"{names} and 4 more in forward, each: all_gather[dp] 1 -> 2 (+1), 1.0 -> 2.0 KiB"
-    called = Statement(severity="change", text=text, place="called from train.py:43")
     short = "model.layers.{0,2}.attention.q and 6 more in forward, each: all_gather[dp]"
-    assert called.line(120) == f"  {short} 1 -> 2 (+1)..., called from train.py:43"
-    assert called.line(90) == f"  {short}..., called from train.py:43"
+    assert shorten_statement(text, 90) == f"{short} 1 -> 2 (+1)..."
+    assert shorten_statement(text, 78) == f"{short}..."
     # It would not fit, but is not cut further.
-    assert called.line(40) == called.line(90)
-    failure = failure_of()
-    lines = lines_of({"": replace(failure, statements=(called,) * 5)}, "n" * 300)
-    assert all(line.endswith(", called from train.py:43") for line in lines[1:-2])
+    assert shorten_statement(text, 40) == f"{short}..."
 
 
 @pytest.mark.parametrize(
@@ -270,8 +235,10 @@ def test_missing_snapshots_keep_the_command_to_record():
         *("2 comparisons failed", "comm", "tree", "comm", "tree"),
         *("record it", "then read the file, and commit it with the test"),
     ]
+    lines, below = split_lines_of(texts, accept)
     assert sum(map(len, lines)) <= 660
-    assert len(lines_of(texts, accept, everything=True)) == 7
+    assert lines[-2].startswith("  record it: ")
+    assert [line.partition(":")[0].strip() for line in below] == ["tree"]
 
 
 def test_an_error_is_shown_as_it_is():
@@ -377,15 +344,10 @@ def test_training_change_comes_before_others():
         "  breaks training: and late",
         "  breaks training: tree: lora: no longer managed",
     ]
-    lines = lines_of(texts, everything=True)
+    lines = lines_of(texts)
     assert [*lines[1:4]] == first
     assert [*lines[-3:-1]] == ["  cost: +1 % in all", "  cost: more"]
     assert lines[-1] == f"  accept, although it breaks training: {ACCEPT}"
-    assert [*lines_of(texts)[1:4]] == first
-    many = {"": comm(3, cost=("+1 %",), breaks_training=[f"lost {n}" for n in range(9)])}
-    lines = lines_of(many)
-    assert lines[1:5] == tuple(f"  breaks training: lost {n}" for n in range(4))
-    assert lines[5:7] == ("  likely: one", "  ... and 10 more lines (-vv)")
 
 
 def test_ranks_that_diverge_come_first():
@@ -424,8 +386,11 @@ def test_names_start_no_commands_in_a_failure(name):
     severities = ("breaks training", "change", "likely", "cost", "rest", "note", "fix")
     statements = tuple(Statement(severity=severity, text=name) for severity in severities)
     failure = Failure(head=name, compared="comm_mode", statements=statements)
-    lines = [*failure_lines(failure, everything=True), *failure_lines(failure)]
-    for line in (*lines, write_headline(failure), *(entry.summary for entry in statements)):
+    for line in (
+        *failure_lines(failure),
+        write_headline(failure),
+        *(entry.summary for entry in statements),
+    ):
         assert line.isprintable()
         assert not re.search(r"^\s*::|##\w*\[", line)
 
@@ -433,8 +398,6 @@ def test_names_start_no_commands_in_a_failure(name):
 def test_command_that_moves_a_snapshot_is_never_cut():
     move = f"mkdir -p {'a' * 100} && mv -n {'b' * 200} {'c' * 200}"
     lost = Failure.from_error(f"there is no snapshot yet\nidentical: {move}", NO_SNAPSHOT)
-    values = {"a": lost, "b": lost}
-    lines = lines_of(values)
-    assert not any("mv -n" in line and not line.endswith(move) for line in lines)
-    assert any(line.endswith("identical: the command is at the end") for line in lines)
-    assert any(line.endswith(move) for line in lines_of(values, everything=True))
+    lines, below = split_lines_of({"a": lost, "b": lost})
+    assert [line.partition(":")[0] for line in lines if "mv -n" in line] == []
+    assert [*below] == [f"  {name}: identical: {move}" for name in "ab"]
