@@ -31,7 +31,8 @@ VARIABLES = {
     "GLOO_SOCKET_IFNAME": "set in ranks to the loopback interface, if unset and pytest or torchrun "
     "started all ranks on one machine",
     "PYTEST_ADDOPTS": "read by pytest: arguments to put before those of the command line",
-    "CI, BUILD_NUMBER": "if one is set, failed comparisons end with a diff of the snapshot, as with `-vv`",
+    "CI, BUILD_NUMBER": "if one is set, failed comparisons end with a diff of the snapshot, as "
+    "with `-vv`",
     "GITHUB_ACTIONS, GITHUB_STEP_SUMMARY, GITHUB_WORKSPACE, GITHUB_SERVER_URL, GITHUB_REPOSITORY, "
     "GITHUB_SHA, GITHUB_HEAD_REF, GITHUB_REF_NAME, GITHUB_RUN_ID": "set by GitHub: failed "
     "comparisons appear as annotations and in the step summary, which links the run's artifacts; "

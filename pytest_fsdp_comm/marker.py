@@ -190,15 +190,23 @@ def _parse_argument(name: str, value: Any) -> Any:
     try:
         if name == "world_size" and isinstance(value, (list, tuple)):
             return _parse_world_sizes(value)
-        return MARKER_ARGUMENTS[name].parse(value)
+        return _parse_value(MARKER_ARGUMENTS[name].parse, value)
     except BadValueError as problem:
         raise BadValueError(f"{name}: {problem}") from None
+
+
+def _parse_value(parse: Callable[[Any], Any], value: object) -> Any:
+    """Parse a value, but refuse a number as text, which only options and ini values may have."""
+    parsed = parse(value)
+    if isinstance(value, str) and isinstance(parsed, (int, float)):
+        raise BadValueError(f"expected a number, got the text {value!r}")
+    return parsed
 
 
 def _parse_world_sizes(values: Sequence[object]) -> tuple[int, ...]:
     if not values:
         raise BadValueError("expected at least one world size, such as [2, 4], got []")
-    sizes = tuple(map(parse_world_size, values))
+    sizes = tuple(_parse_value(parse_world_size, value) for value in values)
     if len({*sizes}) < len(sizes):
         raise BadValueError(f"{values!r} lists a world size twice")
     return sizes

@@ -207,7 +207,7 @@ class Redistribution:
     """``path:line`` of the innermost user code; empty if unknown. Reported, never compared."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class HostWait:
     """The host waited for the GPU of a simulated rank, and issued nothing in the meantime."""
 
@@ -223,6 +223,11 @@ class HostWait:
     phase: Phase
     call_site: str
     """``path:line`` of the innermost user code; empty if unknown. Reported, never compared."""
+
+    def __repr__(self) -> str:
+        """Return a short text, because pytest prints it if an assertion about host waits fails."""
+        place = f" at {self.call_site}" if self.call_site else ""
+        return f"<HostWait {self.way} in {self.phase} of {self.owner or 'no module'}{place}>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

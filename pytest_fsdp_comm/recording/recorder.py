@@ -575,8 +575,8 @@ class Recorder:
         if unsharded:
             self._notes.append(
                 "the first all-gather is missing for units that were already unsharded when the "
-                "recording began, e.g. after an evaluation, which a training step before the block "
-                f"would undo: {', '.join(unsharded)}"
+                "recording began, e.g. after an evaluation (a training step before the block would "
+                f"undo that) or set_reshard_after_backward(False): {', '.join(unsharded)}"
             )
 
     def _note_replaced_methods(self, groups: Iterable[object]) -> None:

@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 from pytest_fsdp_comm.comm.mesh import MeshAxis, merge_axes, name_mesh_change, show_mesh
 from pytest_fsdp_comm.text.fqn import expand, fold_fqns, natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
+from pytest_fsdp_comm.text.words import show_count
 from pytest_fsdp_comm.tree.profile import (
     ParameterFacts,
     TreeFacts,
@@ -263,9 +264,7 @@ def _describe_unit_changes(old: UnitFacts | None, new: UnitFacts | None) -> Iter
         yield "shards move to host memory" if new.offload else "shards move to the device"
     yield from _describe_field_changes(old, new, "gradient_divide_factor", "force_sum_reduction")
     if old.kind == new.kind:  # each version of FSDP has other settings
-        yield from _describe_field_changes(
-            old, new, "forward_prefetch", "backward_prefetch", "prefetch"
-        )
+        yield from _describe_prefetch_changes(old, new)
 
 
 def _describe_field_changes(old: object, new: object, *names: str) -> Iterator[str]:
@@ -274,6 +273,17 @@ def _describe_field_changes(old: object, new: object, *names: str) -> Iterator[s
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
             yield f"{name} {_show_field_value(before)} -> {_show_field_value(after)}"
+
+
+def _describe_prefetch_changes(old: UnitFacts, new: UnitFacts) -> Iterator[str]:
+    yield from _describe_field_changes(old, new, "prefetch")
+    for name in ("forward_prefetch", "backward_prefetch"):
+        before, after = getattr(old, name), getattr(new, name)
+        if len(before) != len(after):
+            # Units usually prefetch different units, and should still share a line.
+            yield f"{name} {show_count(len(before), 'unit')} -> {show_count(len(after), 'unit')}"
+        elif before != after:
+            yield f"{name} {', '.join(before)} -> {', '.join(after)}"
 
 
 def _show_field_value(value: object) -> str:

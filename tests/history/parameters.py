@@ -228,7 +228,7 @@ def embedding_and_head_in_one_unit(changed):
     "issued the next gather only after that.",
     first="layers.{1..3} in forward: all_gather[dp] no longer prefetched (1 -> 0 units ahead of use)",
     likely="less forward prefetching (set_modules_to_forward_prefetch; FSDP1: forward_prefetch)",
-    tree="layers.0: forward_prefetch layers.1 -> none",
+    tree="layers.{0..2}: forward_prefetch 1 unit -> 0 units",
 )
 def no_prefetching(changed):
     return of(prefetching(units(Decoder(4)), 0 if changed else 1))

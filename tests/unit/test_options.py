@@ -163,6 +163,10 @@ def test_bad_world_size_is_refused(value):
          "real=None, ranks=None, scope='test', timeout_s=None, device=None)")),
         ([4], {"world_size": 4}, "world_size is set twice, by position and by name"),
         ([[]], {}, "world_size: expected at least one world size, such as [2, 4], got []"),
+        (["4"], {}, "world_size: expected a number, got the text '4'"),
+        ([[2, "4"]], {}, "world_size: expected a number, got the text '4'"),
+        ([], {"timeout_s": "30"}, "timeout_s: expected a number, got the text '30'"),
+        ([], {"simulate": "64"}, "simulate: expected a number, got the text '64'"),
         ([[2, 2]], {}, "world_size: [2, 2] lists a world size twice"),
         ([[2, 0]], {}, ("world_size: expected a whole number of ranks from 1 to 256 (to 131072 "
          "with the fake backend), got 0")),

@@ -486,14 +486,16 @@ def _find_keys_missing_from_flat(apart: Content, flat: Content, axis: str) -> li
 
 
 def explain_changed_reductions(
-    step: Replaced, recordings: Recordings, unused: str = "not synchronized"
+    step: Replaced,
+    recordings: Recordings,
+    alternative: str = ", or its gradients are not synchronized",
 ) -> str:
     """Return why units now reduce gradients or no longer do; empty if the trees do not show it.
 
     Args:
         step: The step that adds or removes reductions.
         recordings: Both recordings, with trees.
-        unused: Another reason besides detached units, if nothing was frozen.
+        alternative: Another reason that the rows allow, if nothing was frozen.
     """
     trees, owners = recordings.trees, {*step.owners} - {None}
     if trees is None or not owners or not trees.has_units(owners):
@@ -502,5 +504,6 @@ def explain_changed_reductions(
         added = "; no unit reduces the gradients of the trained parameters inside"
         return f"parameters are {_FROZEN}{added if owners & trees.trainable else ''}"
     if not step.is_added and owners.isdisjoint(trees.frozen | trees.partly_frozen):
-        return f"the unit is detached, or {unused}: nothing was frozen, as the tree shows"
+        unused = f"the loss no longer depends on the unit{alternative}"
+        return f"{unused}: nothing was frozen, as the tree shows"
     return _THAWED if step.is_added and owners <= trees.thawed else ""

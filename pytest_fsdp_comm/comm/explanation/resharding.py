@@ -170,7 +170,7 @@ class GatheredInBackward(Replaced):
 
     def find_cause(self, recordings: Recordings) -> str:
         if self.is_used:
-            return explain_changed_reductions(self, recordings, "its output is no longer used")
+            return explain_changed_reductions(self, recordings, alternative="")
         if not self.is_reduced:
             how = "now" if self.is_added else "no longer"
             other = "no longer" if self.is_added else "now"

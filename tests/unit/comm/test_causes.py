@@ -101,7 +101,8 @@ def texts(change, new_tree):
         (
             frozen,
             tree(),
-            "the unit is detached, or not synchronized: nothing was frozen, as the tree shows",
+            "the loss no longer depends on the unit, or its gradients are not synchronized: "
+            "nothing was frozen, as the tree shows",
         ),
         # Adapters that were attached after fully_shard.
         (
@@ -183,7 +184,7 @@ def forward_alone(one):
         (
             frozen,
             tree(layers_2_weight={"trainable": False}),
-            "the unit is detached, or not synchronized",
+            "the loss no longer depends on the unit, or its gradients are not synchronized",
         ),
         # If nothing changed in the tree, the setting did not change either.
         (kept, tree(), "forward may run without the unit's hooks"),

@@ -97,6 +97,14 @@ def with_overlap(rank=0, **changes):
     return replace(one, **(facts | changes))
 
 
+def test_host_wait_has_a_short_repr():
+    wait = with_overlap().host_waits[0]
+    assert repr(wait) == "<HostWait item in forward of layers.0 at train.py:7>"
+    assert repr(replace(wait, owner=None, call_site="")) == (
+        "<HostWait item in forward of no module>"
+    )
+
+
 def test_show_sums_up_exposed_bytes_and_host_waits(write, fsdp_comm):
     write("one.json", dump_recordings([with_overlap()]))
     lines = fsdp_comm("show", "one.json").lines

@@ -3,7 +3,8 @@
 import pytest
 
 from pytest_fsdp_comm.text.words import itemsize
-from pytest_fsdp_comm.tree.profile import UnitFacts, policy_change
+from pytest_fsdp_comm.tree.diff import compare_trees
+from pytest_fsdp_comm.tree.profile import TreeFacts, UnitFacts, policy_change
 
 
 def unit(policy, kind="fsdp1", **changes):
@@ -29,6 +30,28 @@ FULL, GRAD_OP, NONE = True, False, None
 )
 def test_a_policy_is_told_in_the_words_of_its_api(old, new, told):
     assert policy_change(old, new) == told
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ((), ("layers.1",), ["forward_prefetch 0 units -> 1 unit"]),
+        (("layers.1", "layers.2"), ("layers.1",), ["forward_prefetch 2 units -> 1 unit"]),
+        (("layers.1",), ("layers.2",), ["forward_prefetch layers.1 -> layers.2"]),
+        (("layers.1",), ("layers.1",), []),
+    ],
+)
+def test_units_that_prefetch_more_can_share_a_line(old, new, told):
+    facts = [
+        TreeFacts(
+            world_size=2,
+            mesh_axes=(),
+            units={1: {"layers.0": unit(FULL, "fsdp2", forward_prefetch=names)}},
+            parameters={},
+        )
+        for names in (old, new)
+    ]
+    assert [change.what for change in compare_trees(*facts)] == told
 
 
 @pytest.mark.parametrize(
