@@ -113,7 +113,7 @@ def _sort_changes(
         Statement(
             severity="change",
             text=timing.describe(),
-            place=_name_places_of_calls(timing, timing.subject, timing.after[-1][0], comparison),
+            place=_name_places_of_calls(timing, comparison),
         )
         for timing in timings
     ]
@@ -212,15 +212,18 @@ def _name_subjects(patterns: Sequence[str], noun: str) -> str:
 def _describe_steps(comparison: Comparison) -> Iterator[Statement]:
     """Yield a statement about each step, and about each change that breaks training."""
     steps = [*zip(comparison.reported, comparison.sentences, strict=True)]
-    # A reviewer reads all renames at once.
-    renames = [text for step, text in steps if isinstance(step, Renamed)]
+    renames = {id(step): text for step, text in steps if isinstance(step, Renamed)}
     timings = comparison.explanation is not None and comparison.explanation.timings
-    if renames and len(renames) == len(steps) and not (comparison.remaining or timings):
-        renames.append("all communication is unchanged")
+    is_all = len(renames) == len(steps) and not (comparison.remaining or timings)
+    unchanged = ["all communication is unchanged"] * is_all
+    # A reviewer reads all renames at once, in place of the first.
+    joined = "; ".join((*renames.values(), *unchanged))
     for step, text in steps:
-        if not isinstance(step, Waits) and text not in renames[1:]:
-            is_rename = text in renames
-            yield _describe_step(step, "; ".join(renames) if is_rename else text, comparison)
+        if id(step) not in renames:
+            if not isinstance(step, Waits):
+                yield _describe_step(step, text, comparison)
+        elif id(step) == next(iter(renames)):
+            yield _describe_step(step, joined, comparison)
 
 
 def _describe_overlap(comparison: Comparison) -> Iterator[Statement]:
@@ -228,7 +231,7 @@ def _describe_overlap(comparison: Comparison) -> Iterator[Statement]:
     for change in comparison.exposures:
         is_only = not (comparison.remaining or comparison.reported)
         severity: Severity = "change" if change.is_lost or is_only else "rest"
-        place = _name_places_of_calls(change, "exposed", change.is_lost, comparison)
+        place = _name_places_of_calls(change, comparison)
         yield Statement(severity=severity, text=change.describe(), place=place)
     # A host wait that exposes calls is their cause.
     named = [step for cause in comparison.causes for step in cause.steps]
@@ -239,17 +242,15 @@ def _describe_overlap(comparison: Comparison) -> Iterator[Statement]:
             yield replace(statement, severity="rest") if comparison.exposures else statement
 
 
-def _name_places_of_calls(
-    change: ExposureChange | TimingChange, field: str, value: object, comparison: Comparison
-) -> str:
-    """Return ``at train.py:9``: the lines that issue calls with this value of `field`."""
+def _name_places_of_calls(change: ExposureChange | TimingChange, comparison: Comparison) -> str:
+    """Return ``at train.py:9``: the lines that issue the calls whose timing changed."""
     sites = tuple(
         (owner, site)
         for owner in change.owners
         for row in comparison.recorded.get((owner, change.key), ())
         for site in row.sites
         # FSDP gathers parameters wherever a module happens to run.
-        if site.calls.role != Role.PARAMETERS and getattr(site.calls, field) == value
+        if site.calls.role != Role.PARAMETERS and change.has_changed(site.calls)
     )
     calls = _drop_backward_lines(NewCalls(sites))
     return _describe_place(calls)

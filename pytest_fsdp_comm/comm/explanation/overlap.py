@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.cost import Volume
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.evidence import Recordings
@@ -85,6 +86,10 @@ class ExposureChange:
     is_async: bool
     """Whether all exposed calls are asynchronous."""
     is_of_parameters: bool
+
+    def has_changed(self, calls: Calls) -> bool:
+        """Whether calls of the new recording are exposed now, or no longer."""
+        return calls.exposed == self.is_lost
 
     def describe(self) -> str:
         """Describe which calls changed, and how much they send per rank."""

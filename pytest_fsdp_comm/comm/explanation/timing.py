@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, TypeAlias, get_args
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.explanation.evidence import list_gathers
 from pytest_fsdp_comm.comm.explanation.states import Owner, sort_owners
 from pytest_fsdp_comm.comm.explanation.steps import Step
@@ -31,6 +32,10 @@ class TimingChange:
     """The new names of the owners, in natural order."""
     before: Shares
     after: Shares
+
+    def has_changed(self, calls: Calls) -> bool:
+        """Whether calls of the new recording have a new timing."""
+        return bool(getattr(calls, self.subject) == self.after[-1][0])
 
     def describe(self) -> str:
         """Describe when calls are issued now, or whether they are asynchronous."""
