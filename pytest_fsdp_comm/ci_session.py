@@ -142,6 +142,7 @@ class CiSession:
             report=show_path(find_first_page(options.report_dir), start)
             if options.report_dir
             else "",
+            directory=self._origin.relative_directory(start),
             ended_early=f"The session ended early ({reason}): not all tests ran." if reason else "",
         )
 

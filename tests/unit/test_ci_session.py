@@ -84,6 +84,7 @@ def test_saved_directories_are_reported_as_a_user_writes_them(given, report, art
     state = SimpleNamespace(shouldfail="", shouldstop="")
     outcomes = CiSession(config(**given), GITHUB)._read_outcomes(state, pytest.ExitCode.OK)
     assert (outcomes.report, outcomes.artifacts) == (report, artifacts)
+    assert outcomes.directory == "sub"
 
 
 def test_passing_rerun_removes_the_failure():

@@ -94,6 +94,8 @@ class Outcomes:
     """The directory of ``--comm-artifacts``, as a user writes it; empty without it."""
     report: str = ""
     """The page of ``--comm-report`` that the user opens first; empty without a report."""
+    directory: str = ""
+    """Where pytest started, relative to the checkout; empty at its top, or if unknown."""
     ended_early: str = ""
     """Why the session ended before all tests ran; empty if all of them ran."""
     annotates_all: bool = True
@@ -137,6 +139,12 @@ class Origin:
             return ""
         commit, path = _quote_for_url(self.commit), _quote_for_url(place.path)
         return f"{self.address}/blob/{commit}/{path}#L{place.line}"
+
+    def relative_directory(self, path: Path) -> str:
+        """Return a directory relative to the checkout; empty at its top, or outside of it."""
+        top = Path(self.top)
+        is_below = bool(self.top) and path != top and path.is_relative_to(top)
+        return path.relative_to(top).as_posix() if is_below else ""
 
     def place(self, path: Path, line: int, *, root: Path) -> Place | None:
         """Return the `Place` of a line, or None if the line is outside the checkout."""

@@ -69,10 +69,13 @@ def render_summary(outcomes: Outcomes, origin: Origin) -> str:
         parts += [_write_table_row(tests, origin) for tests in listed]
         parts += [f"| {more} more | | |\n"] * bool(more) + ["\n"]
         explained = [tests for tests in changes if tests[0].failure]
+        can_accept = any(tests[0].failure and tests[0].failure.accept for tests in explained)
+        if outcomes.directory and can_accept:
+            directory = f"<code>{_shorten_and_escape(outcomes.directory)}</code>"
+            parts += [f"Run the commands in {directory}.\n\n"]
         listed, more = first_of(explained, _MAX_DETAILS)
         parts += [_write_details_section(tests) for tests in listed]
         parts += [f"The explanations of {more} more changes are in the log.\n\n"] * bool(more)
-        can_accept = any(tests[0].failure and tests[0].failure.accept for tests in explained)
         parts += _describe_artifacts(outcomes, origin, can_accept=can_accept)
     if outcomes.unused:
         files = show_count(len(outcomes.unused), "snapshot file")

@@ -1,6 +1,7 @@
 """Read the commit of a run, and its URLs, from variables of CI."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,14 @@ def test_origin_addresses_on_github_and_gitlab():
         gitlab.line_address(Place(path="a.py", line=7))
         == "https://gitlab.com/o/r/-/blob/abc/a.py#L7"
     )
+
+
+@pytest.mark.parametrize(
+    ("top", "directory"),
+    [("/work", "services/one"), ("/work/services/one", ""), ("/other", ""), ("", "")],
+)
+def test_directory_is_relative_to_the_checkout(top, directory):
+    assert Origin(top=top).relative_directory(Path("/work/services/one")) == directory
 
 
 def test_addresses_hold_bytes_that_are_not_utf8():

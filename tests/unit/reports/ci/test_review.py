@@ -137,6 +137,13 @@ def test_summary_other_failures_unused_and_early_end():
     assert many.endswith("<code>a.comm</code>\n- 3 more\n\n")
 
 
+def test_summary_says_where_to_run_the_commands():
+    where = "Run the commands in services/one ."
+    assert where in shown(render_summary(outcomes(failed(), directory="services/one"), ORIGIN))
+    for silent in (outcomes(failed()), outcomes(failed(command=""), directory="services/one")):
+        assert "Run the commands" not in render_summary(silent, ORIGIN)
+
+
 def test_names_are_never_rendered_as_markup():
     ticks = "a\n````\n<b>b</b>"
     test = failed(HOSTILE, [ticks, HOSTILE, "</details>"])
