@@ -44,8 +44,13 @@ _OPTIONS: Final = ("--world-size", "--comm-backend")
 _SETTINGS: Final = ("pytest.toml", "pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
 
 
-def explain_comparison(left: object, right: object) -> list[str] | None:
-    """Explain a failed assertion; return None if it passed or does not use ``comm_snapshot``."""
+def explain_comparison(
+    left: object, right: object, *, is_truncated: bool = True
+) -> list[str] | None:
+    """Explain a failed assertion; return None if it passed or does not use ``comm_snapshot``.
+
+    If `is_truncated`, pytest truncates the result, so the lines that do not fit go below it.
+    """
     assertion = right if isinstance(right, CommSnapshot) else left
     if not isinstance(assertion, CommSnapshot):
         return None
@@ -65,10 +70,11 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
     failure = explain_results(assertion, results)
     is_ci = any(os.environ.get(name) for name in ("CI", "BUILD_NUMBER"))
     is_verbose = is_ci or item.config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS) > 1
+    lines = failure_lines(failure)
+    below: tuple[str, ...] = ()
     if is_verbose:
-        diff = map(printable, _list_diff_lines(assertion, results))
-        lines, below = failure_lines(failure), tuple(diff)
-    else:
+        below = tuple(map(printable, _list_diff_lines(assertion, results)))
+    elif is_truncated:
         lines, below = split_failure_lines(failure)
     item.stash[FAILED_COMPARISON] = FailedComparison(
         failure=failure, is_explained=assertion.explains, below=below
@@ -84,7 +90,7 @@ def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None
     bare = {"", "assert False", "False is not true"}
     if not isinstance(error, AssertionError) or str(error) not in bare:
         return
-    lines = explain_comparison(None, item.stash.get(UNEXPLAINED, None))
+    lines = explain_comparison(None, item.stash.get(UNEXPLAINED, None), is_truncated=False)
     if lines is not None:
         failed = item.stash[FAILED_COMPARISON]
         below = (*lines, *failed.below)
@@ -94,7 +100,7 @@ def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None
 def fail_unasserted(item: pytest.Item) -> None:
     """Fail a test that ignored a failed comparison, with the same text as a failed assertion."""
     assertion = item.stash[UNEXPLAINED]
-    lines = explain_comparison(None, assertion) or []
+    lines = explain_comparison(None, assertion, is_truncated=False) or []
     at = f"  compared at {assertion.compared_at}, where the test ignored the result: assert it"
     below = item.stash[FAILED_COMPARISON].below
     pytest.fail("\n".join([*lines, at, *below]), pytrace=False)
