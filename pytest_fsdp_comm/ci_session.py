@@ -147,13 +147,16 @@ class CiSession:
         )
 
     def _locate_calls(self, sent: Iterable[tuple[str, str]]) -> Iterator[tuple[Place, str]]:
+        """Yield each text once, with the first of its lines that is in the checkout."""
         # Call sites are relative to the directory in which pytest started.
         start = self._config.invocation_params.dir
+        places: dict[str, Place] = {}
         for site, text in sent:
             path, _, line = site.rpartition(":")
             place = self._find_place(start / path, int(line))
             if place is not None:
-                yield place, text
+                places.setdefault(text, place)
+        return ((place, text) for text, place in places.items())
 
     def _find_failed_place(self, report: pytest.TestReport) -> Place | None:
         """Return the line that raised an error; if that is outside the project, the test's line."""
