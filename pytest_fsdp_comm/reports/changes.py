@@ -94,7 +94,10 @@ def _sort_changes(
         for row, entry in sorted(described, key=lambda pair: not _is_change_of_user_calls(pair[0]))
         if row.subject == "collective" and not (steps or row.what.startswith("barrier"))
     ]
-    effects = [*sending, *_describe_overlap(comparison)]
+    exposures, waits = [*_describe_exposures(comparison)], [*_describe_waits(comparison)]
+    late = [*_describe_timings(comparison)]
+    # Changes in prefetching are more likely the change than waits that expose nothing.
+    effects = [*sending, *exposures, *(late if waits else ()), *waits]
     # A row that no step explains may change the most bytes.
     sent = [change for change in comparison.changes if change.subject == "collective"]
     most = max((abs(_find_growth(change)) for change in sent), default=0)
@@ -107,17 +110,7 @@ def _sort_changes(
     is_mesh_first = not all(map(_is_row_or_rename, comparison.changes))
     first = [*frames, *steps, *effects] if is_mesh_first else [*steps, *effects, *frames]
     # Changes in units precede changes in timing, which result from them.
-    explanation = comparison.explanation
-    timings = () if explanation is None else explanation.timings
-    late = [
-        Statement(
-            severity="change",
-            text=timing.describe(),
-            place=_name_places_of_calls(timing, comparison),
-        )
-        for timing in timings
-    ]
-    second = [*(entry for entry in others if entry not in effects), *late]
+    second = [entry for entry in (*others, *late) if entry not in effects]
     main = first or second or reshards
     # Steps do not cover these collectives. Those between pipeline stages follow from the schedule.
     promoted = [entry for row, entry in user_calls if not row.what.startswith(("send", "recv"))]
@@ -226,14 +219,24 @@ def _describe_steps(comparison: Comparison) -> Iterator[Statement]:
             yield _describe_step(step, joined, comparison)
 
 
-def _describe_overlap(comparison: Comparison) -> Iterator[Statement]:
-    """Yield a statement about each change in exposed calls, and about each new host wait."""
+def _describe_timings(comparison: Comparison) -> Iterator[Statement]:
+    explanation = comparison.explanation
+    for timing in () if explanation is None else explanation.timings:
+        place = _name_places_of_calls(timing, comparison)
+        yield Statement(severity="change", text=timing.describe(), place=place)
+
+
+def _describe_exposures(comparison: Comparison) -> Iterator[Statement]:
+    """Yield a statement about each change in exposed calls."""
     for change in comparison.exposures:
         is_only = not (comparison.remaining or comparison.reported)
         severity: Severity = "change" if change.is_lost or is_only else "rest"
         place = _name_places_of_calls(change, comparison)
         yield Statement(severity=severity, text=change.describe(), place=place)
-    # A host wait that exposes calls is their cause.
+
+
+def _describe_waits(comparison: Comparison) -> Iterator[Statement]:
+    """Yield a statement about each new host wait that is not the cause of exposed calls."""
     named = [step for cause in comparison.causes for step in cause.steps]
     for step, text in zip(comparison.reported, comparison.sentences, strict=True):
         if isinstance(step, Waits) and step not in named:

@@ -88,10 +88,9 @@ def find_causes(
                 isinstance(step, Dtype) and text == step.find_change_of_torch(recordings) != ""
             )
             causes.append(Cause(text=text, steps=(step,), is_of_torch=is_of_torch))
-    # Without prefetching, FSDP1 waits for the GPU more often, so do not name these waits as well.
-    causes += [*_find_prefetch_causes(explanation, recordings)] or _find_exposure_causes(
-        explanation, recordings
-    )
+    prefetching = [*_find_prefetch_causes(explanation, recordings)]
+    causes += prefetching
+    causes += _find_exposure_causes(explanation, recordings, has_other_cause=bool(prefetching))
     causes += _find_ddp_causes(explanation, recordings)
     unique = {cause.text: cause for cause in causes if cause.text}
     return tuple(
@@ -301,15 +300,24 @@ def _find_detached_causes(explanation: Explanation, recordings: Recordings) -> I
         yield Cause(text=text, is_unwanted=bool(before))
 
 
-def _find_exposure_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:
+def _find_exposure_causes(
+    explanation: Explanation, recordings: Recordings, *, has_other_cause: bool
+) -> Iterator[Cause]:
     """Say why calls are exposed now: the host waits, or the caller waits for them at once."""
     lost = [change for change in find_exposure_changes(recordings) if change.is_lost]
     waits = [step for step in explanation.steps if isinstance(step, Waits) and step.is_added]
+    if has_other_cause:
+        # Without prefetching, FSDP1 synchronizes with the GPU more often.
+        waits = [step for step in waits if step.way != "synchronize"]
     if lost and waits:
         places = (f"{name_place(step.owners, step.phase)} ({step.way})" for step in waits)
         text = f"the host now waits for the GPU: {', '.join(places)}"
         yield Cause(text=text, steps=tuple(waits))
-    elif lost and not explanation.steps and all(change.is_async for change in lost):
+    elif (
+        lost
+        and not (explanation.steps or has_other_cause)
+        and all(change.is_async for change in lost)
+    ):
         yield Cause(text="the calls are waited for at once", is_unwanted=True)
 
 

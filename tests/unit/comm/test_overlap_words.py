@@ -143,13 +143,42 @@ def test_renamed_units_keep_their_exposure():
     assert not any("hidden" in line for line in told(old, new))
 
 
-def test_less_prefetching_is_the_cause_and_not_its_wait():
-    """Without prefetching, FSDP1 waits for the GPU."""
+@pytest.mark.parametrize(
+    ("way", "causes"),
+    [
+        ("synchronize", ["less backward prefetching"]),
+        (
+            "item",
+            [
+                "the host now waits for the GPU: layers.{0..2} in forward",
+                "less backward prefetching",
+            ],
+        ),
+    ],
+)
+def test_less_prefetching_is_the_cause_and_not_its_wait(way, causes):
+    """Without prefetching, FSDP1 synchronizes with the GPU; only user code reads values."""
 
     def gather_late(one):
         calls = tuple(replace(call, ahead=0) for call in one.calls)
         return replace(one, calls=replace_fields(calls)) if one.axis else one
 
     late = changed(gathers_exposed(BASE, *LAYERS[1:]), gather_late)
-    likely = [line for line in told(BASE, waiting(late, *LAYERS)) if line.startswith("likely: ")]
-    assert [line.split(" (")[0] for line in likely] == ["likely: less backward prefetching"]
+    lines = told(BASE, waiting(late, *LAYERS, way=way))
+    likely = [line.removeprefix("likely: ") for line in lines if line.startswith("likely: ")]
+    assert [text.split(" (")[0] for text in likely] == causes
+
+
+def test_prefetching_precedes_waits_that_expose_nothing():
+    """The cause follows the change that it explains."""
+
+    def gather_late(one):
+        calls = tuple(replace(call, ahead=0) for call in one.calls)
+        return replace(one, calls=replace_fields(calls)) if one.axis else one
+
+    late = replace(changed(BASE, gather_late), shows_overlap=True)
+    lines = told(BASE, waiting(late, *LAYERS))
+    assert "no longer prefetched" in lines[0]
+    assert lines[1].startswith("likely: less backward prefetching")
+    assert "waits for the GPU" in lines[2]
+    assert lines[2].endswith("which exposes no call")
