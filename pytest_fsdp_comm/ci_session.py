@@ -75,11 +75,16 @@ class CiSession:
             reason = (write_headline(failure) if failure else reason_of(report)) or "failed"
             hangs_at = getattr(report, HANGS_AT, "")
             sent = [(hangs_at, reason)] if hangs_at else _list_site_texts(failure)
+            place, located = self._find_failed_place(report), [*self._locate_calls(sent)]
+            is_headline_located = failure is None or not failure.changes or failure.changes[0].sites
+            if located and place is not None and not is_headline_located:
+                # Otherwise, the annotations would name only less important changes.
+                located.insert(0, (place, reason))
             self._failed[report.nodeid] = FailedTest(
                 nodeid=report.nodeid,
                 reason=reason,
-                place=self._find_failed_place(report),
-                sent=tuple(self._locate_calls(sent)),
+                place=place,
+                sent=tuple(located),
                 failure=failure,
             )
         failed = self._failed.get(report.nodeid)
@@ -174,11 +179,6 @@ class CiSession:
 
 def _list_site_texts(failure: Failure | None) -> Iterator[tuple[str, str]]:
     """Yield ``path:line`` and the text of each change whose call site is known."""
-    for statement in failure.rows if failure else ():
+    for statement in failure.changes if failure else ():
         for site in statement.sites:
-            # The annotation itself shows its line.
-            is_repeated = statement.place in {"", f"at {site}"}
-            yield (
-                site,
-                statement.summary if is_repeated else f"{statement.summary}, {statement.place}",
-            )
+            yield site, statement.summary

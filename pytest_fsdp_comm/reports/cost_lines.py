@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from pytest_fsdp_comm.comm.cost import Cost, PartCost, Volume
@@ -33,21 +33,7 @@ def cost_lines(cost: Cost, *, width: int = _WIDTH) -> tuple[str, ...]:
     if total and not by_bytes and cost.after.nbytes:
         total.insert(0, "bytes unchanged")
     total += _describe_unsized(cost, is_alone=not total)
-    return tuple(
-        line
-        for statements in (total, _fit_on_one_line(parts, width))
-        for line in _fill_lines(statements, width)
-    )
-
-
-def _fill_lines(statements: Iterable[str], width: int) -> list[str]:
-    lines: list[str] = []
-    for statement in statements:
-        if lines and len(lines[-1]) + len(", ") + len(statement) <= width:
-            lines[-1] += f", {statement}"
-        else:
-            lines.append(statement)
-    return lines
+    return tuple(map(", ".join, filter(None, (total, _fit_on_one_line(parts, width)))))
 
 
 def _find_changed_parts(cost: Cost, number: Callable[[Volume], int]) -> list[PartCost]:
@@ -82,11 +68,10 @@ def _describe_bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str],
         in_all = [f"{_show_bytes_growth(cost)} in {all_calls}"] if len(used) > 1 else []
         (part,) = changed
         change = f"{_show_bytes_change(part)} {ranks}"
-        return [
-            f"{_show_bytes_growth(part)} bytes in {_label(part)} ({change})",
-            *axes,
-            *in_all,
-        ], calls
+        head = f"{_show_bytes_growth(part)} bytes in {_label(part)} ({change})"
+        if any(_count_calls_of_unknown_size(part)):
+            head = f"bytes in {_label(part)}: {change}"
+        return [head, *axes, *in_all], calls
     if cost.before.nbytes == cost.after.nbytes:
         nbytes = show_nbytes(cost.after.nbytes)
         head = f"bytes unchanged in {all_calls} ({nbytes} {ranks})"

@@ -46,17 +46,6 @@ MOST_LINES: Final = 8
 MOST_CHARACTERS: Final = 660
 _MOST_SUMMARIES: Final = 5
 
-# Matches names of several modules, as `fqn.name_owners` lists them, at the places where a statement
-# names the modules that it is about.
-_NAME: Final = r"(?:[^\s,:{}\[\]]|\{[^\s{}]*\})+"
-_NAMES: Final = re.compile(
-    rf"(?P<before>^(?:{_BREAKS})?(?:\w+: )?(?:modules )?|\bof )"
-    rf"(?P<first>{_NAME})(?P<further>(?:, {_NAME})+)(?: and (?P<more>\d+) more)?"
-    r"(?=:| (?!->))"
-)
-# Matches the part of a statement up to its kind of call: ``layers.0 in forward: all_gather[dp]``.
-_KIND: Final = re.compile(rf"(?:{_BREAKS})?(?:.*?\w\[[^\]\s]+\]|.*?:(?: [a-z]\S*)?)")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
@@ -89,15 +78,19 @@ class Statement:
 
     @property
     def summary(self) -> str:
-        """The text with its mark and likely causes."""
-        return "; likely: ".join((self.marked_text, *self.causes))
+        """The text with its mark, its place and its likely causes."""
+        return "; likely: ".join((self.placed_text, *self.causes))
+
+    @property
+    def placed_text(self) -> str:
+        """The text with its mark and its place."""
+        return f"{self.marked_text}, {self.place}" if self.place else self.marked_text
 
     def line(self) -> str:
         """Return the statement as it is printed."""
         if self.severity == "error":
             return self.text
-        place = f", {self.place}" if self.place else ""
-        return f"  {self.marked_text}{place}"
+        return f"  {self.placed_text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +140,7 @@ class Failure:
     @property
     def amounts(self) -> tuple[str, ...]:
         """The texts that may differ between tests with the same change."""
-        return tuple(entry.summary for entry in (*self.changes, *self.select("cost")))
+        return tuple(entry.marked_text for entry in (*self.changes, *self.select("cost")))
 
     @property
     def is_missing(self) -> bool:
@@ -341,25 +334,3 @@ def split_failure_lines(failure: Failure) -> tuple[tuple[str, ...], tuple[str, .
 
 def _fits(lines: Sequence[str]) -> bool:
     return len(lines) <= MOST_LINES and sum(map(len, lines)) <= MOST_CHARACTERS
-
-
-def shorten_statement(text: str, most: int) -> str:
-    """Shorten a line to about `most` characters, but keep its phase and kind, and whole names."""
-    if len(text) <= most:
-        return text
-    # A long list of modules would hide what happens to them.
-    text = _NAMES.sub(_keep_first_name, text, count=1)
-    if len(text) <= most:
-        return text
-    kind = _KIND.match(text)
-    least = kind.end() if kind else 0
-    # Cut between words, because names have no spaces.
-    beginning = text[: max(most - len("..."), 0) + 1].rpartition(" ")[0]
-    beginning = beginning if len(beginning) > least else text[:least] or text.partition(" ")[0]
-    beginning = beginning.rstrip(",;:")
-    return text if len(beginning) + len("...") >= len(text) else f"{beginning}..."
-
-
-def _keep_first_name(match: re.Match[str]) -> str:
-    more = match["further"].count(", ") + int(match["more"] or 0)
-    return f"{match['before']}{match['first']} and {more} more"

@@ -57,8 +57,12 @@ def join_first(texts: Sequence[str], most: int) -> str:
 
 
 def shorten(line: str, most: int) -> str:
-    """Truncate a line to `most` characters, ending in ``...``."""
-    return line if len(line) <= most else f"{line[: most - 3]}..."
+    """Truncate a line to at most `most` characters, between words unless a word is long."""
+    if len(line) <= most:
+        return line
+    beginning = line[: most - len("...")]
+    words = beginning.rpartition(" ")[0].rstrip(",;:")
+    return f"{words if len(words) > most // 2 else beginning}..."
 
 
 def show_path(path: str | Path, root: Path | None = None) -> str:

@@ -139,7 +139,7 @@ def test_summary_is_appended_once_below_other_steps(repository):
     text = (top / FIRST).read_text()
     assert text.startswith("of a step before\n\n### Communication differs ")
     assert (
-        "in 3 tests by 1 change, 1 test failed for another reason\n\n3 snapshots in 3 tests" in text
+        "in 3 tests, 1 more test failed\n\n3 snapshots in 3 tests" in text
     )
     assert text.count("### Communication") == 1
     assert text.count("<details>") == 1

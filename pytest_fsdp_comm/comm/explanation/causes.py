@@ -196,7 +196,7 @@ def _find_left_unsharded_causes(
     is_resharded = any(new[owner, Phase.BACKWARD, "reshard"] for owner in owners)
     prefix = f"{name_owners(owners)} left unsharded after"
     if phases == {Phase.OUTSIDE} and has_others:
-        yield Cause(text=f"{prefix} the step: is reshard() still called?", is_unwanted=True)
+        yield Cause(text=f"{prefix} the block: is reshard() still called?", is_unwanted=True)
     elif phases == {Phase.BACKWARD} and not is_resharded:
         text = f"{prefix} backward, e.g. by set_reshard_after_backward(False)"
         yield Cause(text=text, is_unwanted=True)

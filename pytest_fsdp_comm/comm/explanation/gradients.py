@@ -191,8 +191,8 @@ class ReducedTimes(_OfGradients):
         kinds = {row.what for row in list_collective_rows(self.rows)}
         if kinds == {"reduce_scatter"} and self._is_all_reduced_as_before(recordings):
             return (
-                "HSDP: micro-batches but the last now call set_requires_all_reduce(False) instead "
-                "of set_requires_gradient_sync(False), which holds sharded gradients until then"
+                "HSDP: micro-batches but the last now call set_requires_all_reduce(False), which "
+                "saves memory, instead of set_requires_gradient_sync(False)"
             )
         call = f"set_requires_{'all_reduce' if kinds == {'all_reduce'} else 'gradient_sync'}(False)"
         # The other units show that only this unit's backward runs several times.

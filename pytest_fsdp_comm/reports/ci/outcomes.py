@@ -39,9 +39,7 @@ def summarize_group(failure: Failure) -> str:
     """Return the first change of tests that share it, with its call site, without its cause."""
     if not failure.changes:
         return failure.problem
-    first = failure.changes[0]
-    place = first.place or "".join(f"at {site}" for site in first.sites[:1])
-    return f"{first.marked_text}, {place}" if place else first.marked_text
+    return failure.changes[0].placed_text
 
 
 def has_other_amounts(failures: Iterable[Failure | None]) -> bool:

@@ -20,7 +20,6 @@ from pytest_fsdp_comm.reports.ci.outcomes import (
 )
 from pytest_fsdp_comm.reports.explanation import (
     failure_sort_key,
-    shorten_statement,
     summarize_changes,
 )
 from pytest_fsdp_comm.text.words import (
@@ -98,14 +97,12 @@ def _headline(outcomes: Outcomes) -> str:
     if not outcomes.failed:
         equal = "all equal" if outcomes.compared_tests else "none compared"
         return f"Communication: {compared} compared, {equal}."
-    differ = (
-        f"differs from the reviewed snapshots in {show_count(changed, 'test')}" if changed else ""
-    )
-    changes = len(outcomes.changes) - unrelated
-    differ += f" by {show_count(changes, 'change')}" if changes < changed else ""
-    more = f"{show_count(unrelated, 'test')} failed for another reason" if unrelated else ""
-    title = ", ".join(filter(None, (differ, more)))
-    return f"### Communication{'' if differ else ':'} {title}\n\n{compared} compared."
+    if not changed:
+        title = f": {show_count(unrelated, 'test')} failed"
+    else:
+        title = f" differs from the reviewed snapshots in {show_count(changed, 'test')}"
+        title += f", {show_count(unrelated, 'more test')} failed" if unrelated else ""
+    return f"### Communication{title}\n\n{compared} compared."
 
 
 def _describe_artifacts(outcomes: Outcomes, origin: Origin, *, can_accept: bool) -> Iterator[str]:
@@ -176,7 +173,7 @@ def _write_details_section(tests: Sequence[FailedTest]) -> str:
 
 
 def _shorten_and_escape(text: str) -> str:
-    return escape_text(shorten(shorten_statement(text, _MAX_CELL), _MAX_CELL))
+    return escape_text(shorten(text, _MAX_CELL))
 
 
 def escape_text(text: str) -> str:
@@ -228,7 +225,7 @@ def _annotation(place: Place, text: str, tests: Sequence[FailedTest]) -> str:
     ]
     is_short = sum(map(len, accepts)) < _MAX_MESSAGE // 2
     message = cut("\n".join((text, f"fails {where}", *accepts * is_short)), _MAX_MESSAGE)
-    title = shorten(shorten_statement(text.partition("\n")[0], _MAX_TITLE), 2 * _MAX_TITLE)
+    title = shorten(text.partition("\n")[0], _MAX_TITLE)
     at = f"file={_escape_property(place.path)},line={place.line}"
     return f"::error {at},title={_escape_property(title)}::{_escape_message(message)}"
 

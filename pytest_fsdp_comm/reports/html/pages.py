@@ -19,7 +19,6 @@ from pytest_fsdp_comm.errors import FsdpCommError, printable
 from pytest_fsdp_comm.reports.explanation import (
     Failure,
     failure_sort_key,
-    shorten_statement,
     summarize_changes,
 )
 from pytest_fsdp_comm.reports.html.tables import (
@@ -29,6 +28,7 @@ from pytest_fsdp_comm.reports.html.tables import (
     differing_modules,
     module_table,
     side_rows,
+    total_cost_rows,
 )
 from pytest_fsdp_comm.reports.html.values import Compared, Entry, Result, Run
 from pytest_fsdp_comm.reports.trees import (
@@ -42,7 +42,7 @@ from pytest_fsdp_comm.reports.trees import (
 )
 from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-from pytest_fsdp_comm.text.words import shorten, show_count, show_nbytes
+from pytest_fsdp_comm.text.words import shorten, show_nbytes
 from pytest_fsdp_comm.tree.model import ShardTree
 from pytest_fsdp_comm.tree.profile import TreeProfile
 
@@ -56,9 +56,8 @@ _MAX_TESTS: Final = 1_500
 _MAX_TREE_ROWS: Final = 2_500
 _MAX_SECTION_ROWS: Final = 600  # for a tree on a page that also shows recordings
 _MAX_SLUG: Final = 60
-_MAX_CHANGE: Final = 160
 _MAX_CHANGES: Final = 6
-_MAX_CELL: Final = 200  # with a long name, which is not cut otherwise
+_MAX_CELL: Final = 200
 _FILE_PART: Final = re.compile(r"\.ws\d+\.(.+)\.comm$")
 _MADE_WITH: Final = re.compile(r"#[^\n|]*\| ([^\n]*) \(not compared\)")
 _MAX_ROWS: Final = 300
@@ -114,8 +113,6 @@ class _TestRow:
     """The worst failed comparison; None if none failed."""
     changes: tuple[str, ...]
     """What changed, worst first; if nothing was compared, why the test failed."""
-    site: str
-    """The line that issued the new calls; empty if unknown."""
     seconds: float
     """Duration of setup, call and teardown."""
     costs: list[CostRow]
@@ -165,30 +162,28 @@ def _index_page(run: Run, rows: Sequence[_TestRow], tests: Sequence[dict[str, An
 
 def _test_row(result: Result, sections: Sequence[dict[str, Any]]) -> _TestRow:
     path, _, name = result.nodeid.partition("::")
+    # The sections are sorted, so a recording that differs comes first.
     cost = next((section["cost"] for section in sections if section["cost"]), None)
     failures = [value.failure for value in result.record.compared if value.failure]
     failure = min(failures, key=failure_sort_key, default=None)
-    rows = [row for one in failures for row in one.rows]
-    sites = [*dict.fromkeys(site for row in rows for site in row.sites)]
     lines = summarize_changes(failure) if failure else ()
     # If nothing was compared, the reason may be another rank's error, which pytest reports.
     if failure is None or not (failure.changes or failure.is_missing):
         lines = tuple(result.message.splitlines()) or lines
-    more = f" and {show_count(len(sites) - 1, 'more line')}" if len(sites) > 1 else ""
     return _TestRow(
         status=status_of(result),
         page=page_name(result.nodeid),
         name=name or path,
         path=path,
         failure=failure,
+        # A badge shows the severity.
         changes=tuple(
-            shorten(shorten_statement(line, _MAX_CHANGE), _MAX_CELL)
+            shorten(line.removeprefix("breaks training: "), _MAX_CELL)
             for line in lines[:_MAX_CHANGES]
         ),
-        site=f"issued at {sites[0]}{more}" if sites else "",
         seconds=result.seconds,
         # A test that failed before its first call has not recorded a step of 0 bytes.
-        costs=cost_rows(cost)[-2:] if cost and (cost.collectives or not result.message) else [],
+        costs=total_cost_rows(cost) if cost and (cost.collectives or not result.message) else [],
     )
 
 
@@ -200,6 +195,7 @@ def _make_test_data(
         _make_section_data(f"{prefix}v{number}", compared, read)
         for number, compared in enumerate(result.record.compared)
     ]
+    sections.sort(key=lambda section: section["status"].rank)
     rendered = sections[:_MAX_SECTIONS]
     return {
         "id": prefix,

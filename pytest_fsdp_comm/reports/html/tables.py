@@ -24,6 +24,8 @@ MARKS: Final[dict[Mark, tuple[str, str]]] = {
 }
 """The sign and word that a page shows for each mark."""
 
+_TOTAL: Final = "bytes in all"
+_PEAK: Final = "peak gathered"
 _PHASES: Final = {phase: place for place, phase in enumerate(Phase)}
 
 
@@ -129,17 +131,22 @@ def cost_rows(cost: Cost) -> list[CostRow]:
     for kind in cost.collectives:
         old, new = (volume.count + volume.unsized for volume in (kind.before, kind.after))
         rows.append(row(f"{kind.kind}[{kind.axis}] calls", old, new, f"{old:_}", f"{new:_}"))
-    volumes: list[tuple[str, PartCost | Cost]] = [("bytes in all", cost)]
+    volumes: list[tuple[str, PartCost | Cost]] = [(_TOTAL, cost)]
     if len(cost.axes) > 1:
         volumes[:0] = [(f"bytes on {axis.axis}", axis) for axis in cost.axes]
     for label, part in volumes:
         sides = (show_nbytes(side.nbytes, side.unsized) for side in (part.before, part.after))
         rows.append(row(label, part.before.nbytes, part.after.nbytes, *sides))
-    sizes = [("peak gathered", cost.peak_before, cost.peak_after)]
+    sizes = [(_PEAK, cost.peak_before, cost.peak_after)]
     if cost.exposed_before or cost.exposed_after:  # real ranks do not record overlap
         sizes[:0] = [("exposed", cost.exposed_before, cost.exposed_after)]
     rows += [row(label, old, new, *map(show_nbytes, (old, new))) for label, old, new in sizes]
     return rows
+
+
+def total_cost_rows(cost: Cost) -> list[CostRow]:
+    """Return only the rows of the total bytes and of the peak."""
+    return [row for row in cost_rows(cost) if row.label in {_TOTAL, _PEAK}]
 
 
 # A column of the table: an axis and a phase.

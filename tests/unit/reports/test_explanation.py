@@ -16,7 +16,6 @@ from pytest_fsdp_comm.reports.explanation import (
     failure_lines,
     failure_sort_key,
     join_failures,
-    shorten_statement,
     split_failure_lines,
     summarize_changes,
     write_headline,
@@ -161,45 +160,6 @@ def test_two_values_share_a_head_and_take_turns():
         "  cost: first: +1 %",
         "  cost: second: +2 %",
     )
-
-
-def test_shortened_line_keeps_phase_and_kind():
-    names = ", ".join(f"model.layers.{{0,2}}.attention.{name}" for name in "qkv")
-    text = f"{names} and 4 more in forward, each: all_gather[dp] 1 -> 2 (+1), 1.0 -> 2.0 KiB"
-    short = "model.layers.{0,2}.attention.q and 6 more in forward, each: all_gather[dp]"
-    assert shorten_statement(text, 90) == f"{short} 1 -> 2 (+1)..."
-    assert shorten_statement(text, 78) == f"{short}..."
-    # It would not fit, but is not cut further.
-    assert shorten_statement(text, 40) == f"{short}..."
-
-
-@pytest.mark.parametrize(
-    ("text", "most", "short"),
-    [
-        ("gradients of a, b.{0,1} and 3 more are gone", 33, "gradients of a and 4 more are..."),
-        ("breaks training: a.x, b.x: gone", 29, "breaks training: a.x and 1 more: gone"),
-        ("tree: a.x, b.x: Shard(0) -> Shard(1)", 33, "tree: a.x and 1 more: Shard(0)..."),
-        ("mesh: dp=2 stride 2, tp=2 stride 1 -> dp=4", 30, "mesh: dp=2 stride 2, tp=2..."),
-        ("modules 0, {2,4}, 6 in forward: all_gather[dp] x", 40, "modules 0 and 2 more in forward"),
-        # The sentence names the kind further back.
-        (
-            "a in forward: now redistributed (P) -> (R) by all_reduce[tp]: 2 calls, 64 B",
-            40,
-            "a in forward: now redistributed (P) -> (R) by all_reduce[tp]...",
-        ),
-        # Lists that are not names, and a name that is too long.
-        ("x2 of 64 B float32, x1 of 8 B", 20, "x2 of 64 B..."),
-        (
-            "parameters[dp], gradients[dp] float32 -> bfloat16",
-            32,
-            "parameters[dp], gradients[dp]...",
-        ),
-        ("a" * 50 + " gone now", 20, "a" * 50 + "..."),
-    ],
-)
-def test_names_are_never_cut(text, most, short):
-    assert shorten_statement(text, most).startswith(short)
-    assert shorten_statement(text, 200) == text
 
 
 def test_a_value_without_a_file_has_a_head_of_its_own():
