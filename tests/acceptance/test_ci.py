@@ -138,9 +138,7 @@ def test_summary_is_appended_once_below_other_steps(repository):
     top, _, _, _ = repository
     text = (top / FIRST).read_text()
     assert text.startswith("of a step before\n\n### Communication differs ")
-    assert (
-        "in 3 tests, 1 more test failed\n\n3 snapshots in 3 tests" in text
-    )
+    assert "in 3 tests, 1 more test failed\n\n3 snapshots in 3 tests" in text
     assert text.count("### Communication") == 1
     assert text.count("<details>") == 1
     assert "<summary>3 tests: unit sizes changed: a_b " in text

@@ -127,6 +127,18 @@ def test_call_sites_outside_checkout_are_dropped():
     assert annotations == [("sub/src/train.py", 7, "a: +1")]
 
 
+def test_worst_change_without_a_line_is_annotated_at_the_assertion():
+    differing = report(headline="gradients are lost")
+    minor = {"severity": "change", "text": "a: +1", "sites": ["src/train.py:7"]}
+    differing.comm_failure["statements"].append(minor)
+    (failed,) = outcomes_of(differing).failed
+    annotations = [(place.path, text) for place, text in failed.sent]
+    assert annotations == [
+        ("sub/t.py", "gradients are lost, 1 more change"),
+        ("sub/src/train.py", "a: +1"),
+    ]
+
+
 @pytest.mark.parametrize("site", ["src/train.py:7", "", "/usr/lib/x.py:9"])
 def test_hang_is_annotated_where_a_rank_waits(site):
     hung = report()

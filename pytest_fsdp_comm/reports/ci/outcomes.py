@@ -39,7 +39,9 @@ def summarize_group(failure: Failure) -> str:
     """Return the first change of tests that share it, with its call site, without its cause."""
     if not failure.changes:
         return failure.problem
-    return failure.changes[0].placed_text
+    first = failure.changes[0]
+    at = f", at {first.sites[0]}" if first.sites and not first.place else ""
+    return f"{first.placed_text}{at}"
 
 
 def has_other_amounts(failures: Iterable[Failure | None]) -> bool:

@@ -230,7 +230,4 @@ def test_comparison_without_assert_is_explained(pytester):
     assert text.count("test_caught_FAILED.ws2.comm failed, but the test continued: the") == 1
     assert text.count("comm_snapshot was compared with !=, which would pass for any different") >= 1
     # Once in the table, in CI too.
-    assert (
-        "differs from the reviewed snapshots in 4 tests"
-        in (pytester.path / "s.md").read_text()
-    )
+    assert "differs from the reviewed snapshots in 4 tests" in (pytester.path / "s.md").read_text()
