@@ -14,7 +14,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any, Final
 
 from pytest_fsdp_comm.gathering import Exchange
@@ -60,7 +60,6 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
     stack = _make_stack(frames) if raised is None else _raising_frames(raised)
     user, is_recorded = _innermost_user_frame(stack), not any(map(_is_unrecorded_wait, frames))
     activity = Activity.COMPARES if any(map(_is_comparing, frames)) else Activity.RUNS
-    waits = is_waiting(stack)
     return Position(
         site=user.site if user else "",
         code=user.code if user and raised is None else "",
@@ -69,7 +68,7 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
         groups=_read_group_positions(
             since_ns,
             frames,
-            waits=is_recorded and waits,
+            waits=is_recorded and is_waiting(stack),
             is_limited=user is not None and _LIMITED_WAIT.search(user.code) is not None,
         )
         if with_groups
@@ -79,7 +78,6 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
             f"{frame.f_code.co_filename}:{frame.f_code.co_name}".endswith(_JOINS)
             for frame in frames
         ),
-        is_waiting=waits or not is_recorded,
         is_reporting=raised is not None
         or (is_recorded and any(map(_is_comparing_or_reporting, frames))),
     )
@@ -132,12 +130,8 @@ def _is_comparing_or_reporting(frame: FrameType) -> bool:
 
 
 def _raising_frames(error: BaseException) -> list[StackFrame]:
-    frames: list[StackFrame] = []
-    at: TracebackType | None = error.__traceback__
-    while at is not None:
-        frames.insert(0, _stack_frame(at.tb_frame.f_code, at.tb_lineno))
-        at = at.tb_next
-    return frames
+    raising = [*traceback.walk_tb(error.__traceback__)]
+    return [_stack_frame(frame.f_code, line) for frame, line in reversed(raising)]
 
 
 def find_raise_site(error: BaseException) -> str:
@@ -200,7 +194,10 @@ def _read_group_positions(
 ) -> tuple[GroupPosition, ...]:
     if not is_imported("torch", "torch.distributed"):
         return ()
-    from pytest_fsdp_comm.recording.active import owners_so_far  # noqa: PLC0415  # loads torch
+    import torch.distributed as dist  # noqa: PLC0415  # loaded already
+
+    from pytest_fsdp_comm.recording import mesh_axes  # noqa: PLC0415  # loads torch
+    from pytest_fsdp_comm.recording.active import owners_so_far  # noqa: PLC0415  # as above
     from pytest_fsdp_comm.recording.flight_recorder import read_flights  # noqa: PLC0415  # as above
 
     flights, _ = read_flights(since_ns)
@@ -236,7 +233,14 @@ def _read_group_positions(
                 timeout_s=0.0 if is_limited else flight.timeout_s,
             )
         )
-    ranks, axes = _ranks_and_axes_of_groups()
+    ranks: dict[str, tuple[int, ...]] = {}
+    axes: dict[str, tuple[str, bool]] = {}
+    # The main thread may create or destroy groups at the same time, so ignore errors.
+    with contextlib.suppress(Exception):
+        for group in mesh_axes.process_groups():
+            ranks[group.group_name] = tuple(sorted(dist.get_process_group_ranks(group)))
+    with contextlib.suppress(Exception):
+        axes = mesh_axes.axes_of_groups()
     # Include groups on which this rank has called nothing: its peers may be waiting for it there.
     return tuple(
         GroupPosition(
@@ -248,22 +252,6 @@ def _read_group_positions(
         )
         for name in dict.fromkeys((*by_group, *ranks))
     )
-
-
-def _ranks_and_axes_of_groups() -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, bool]]]:
-    """Return the ranks of each group, oldest group first, and the mesh axes of the groups."""
-    # The main thread may create or destroy groups at the same time, so ignore errors.
-    from torch import distributed as dist  # noqa: PLC0415  # loaded already
-
-    from pytest_fsdp_comm.recording import mesh_axes  # noqa: PLC0415  # loads torch
-
-    ranks: dict[str, tuple[int, ...]] = {}
-    with contextlib.suppress(Exception):
-        for group in mesh_axes.process_groups():
-            ranks[group.group_name] = tuple(sorted(dist.get_process_group_ranks(group)))
-    with contextlib.suppress(Exception):
-        return ranks, mesh_axes.axes_of_groups()
-    return ranks, {}
 
 
 _LAST_S: Final = 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import math
 import os
@@ -10,7 +11,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -37,10 +38,9 @@ from pytest_fsdp_comm.ranks.rank.gpus import (
 from pytest_fsdp_comm.ranks.rank.isolation import live_log_handler, resolve_basetemp
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate, silence_coverage
 from pytest_fsdp_comm.ranks.rank.process_group import count_gpus_of_ranks
-from pytest_fsdp_comm.ranks.session.recorded import merge_user_properties, replay_warnings
 from pytest_fsdp_comm.ranks.session.reruns import run_with_reruns
 from pytest_fsdp_comm.ranks.session.supervision import Supervision
-from pytest_fsdp_comm.ranks.session.verdict import merge_reports
+from pytest_fsdp_comm.ranks.session.verdict import merge_reports, merge_user_properties
 from pytest_fsdp_comm.ranks.start.ending import (
     HURRIED_S,
     PATIENCE_S,
@@ -57,7 +57,7 @@ from pytest_fsdp_comm.ranks.start.slots import Slots
 from pytest_fsdp_comm.ranks.start.spawn import find_reason_to_spawn, spawn_server
 from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 from pytest_fsdp_comm.ranks.wire.messages import NextTest, RankSetSpec
-from pytest_fsdp_comm.ranks.wire.results import RankResult, SessionExit
+from pytest_fsdp_comm.ranks.wire.results import RankResult, SessionExit, WarningSeen
 from pytest_fsdp_comm.text.codec import load_tagged
 from pytest_fsdp_comm.text.rank_lists import group_ranks_by_text, name_ranks
 
@@ -193,7 +193,7 @@ class RankRunner:
             lambda data: load(data=data),
             limit=_limit_of(item)[1],
         )
-        replay_warnings(item.config, results.values())
+        _replay_warnings(item.config, results.values())
         exits = {rank: each.session_exit for rank, each in results.items() if each.session_exit}
         if exits:
             _exit_session(item, exits, reports)
@@ -436,6 +436,33 @@ class RankRunner:
                 blamed.outcome = "failed"
                 blamed.longrepr = text
         return reports
+
+
+def _replay_warnings(config: pytest.Config, results: Iterable[RankResult]) -> None:
+    """Report each warning to pytest once, even if several ranks raised it."""
+    for warning in dict.fromkeys(warning for result in results for warning in result.warnings):
+        config.hook.pytest_warning_recorded.call_historic(
+            kwargs={
+                "warning_message": _rebuild_warning(warning),
+                "when": warning.when,
+                "nodeid": warning.nodeid,
+                "location": warning.location,
+            }
+        )
+
+
+def _rebuild_warning(warning: WarningSeen) -> warnings.WarningMessage:
+    try:
+        category = getattr(importlib.import_module(warning.category_module), warning.category_name)
+    except (ImportError, AttributeError):
+        category = UserWarning
+    try:
+        message = category(warning.text)
+    except TypeError:
+        message = warning.text
+    return warnings.WarningMessage(
+        message=message, category=category, filename=warning.filename, lineno=warning.lineno
+    )
 
 
 def _exit_session(

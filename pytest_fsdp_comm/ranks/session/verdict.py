@@ -6,7 +6,7 @@ import json
 import math
 import re
 import signal
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -167,6 +167,36 @@ def merge_reports(
         for when in _PHASES
         for report in (*subtests[when], *([merged[when]] if when in merged else []))
     ]
+
+
+def merge_user_properties(
+    reports: Iterable[pytest.TestReport], results: Mapping[int, RankResult]
+) -> None:
+    """Add the user properties of all ranks to each merged report."""
+    for report in reports:
+        by_rank = {
+            rank: phase.report.get("user_properties", ())
+            for rank, result in results.items()
+            for phase in result.reports
+            if phase.report.get("when") == report.when and not phase.is_subtest
+        }
+        if by_rank:
+            report.user_properties = merge_properties(by_rank)
+
+
+def merge_properties(by_rank: Mapping[int, Iterable[tuple[str, Any]]]) -> list[tuple[str, Any]]:
+    """Merge properties in order; if values differ between ranks, add the ranks to the name."""
+    by_name: defaultdict[str, defaultdict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    for rank, properties in by_rank.items():
+        for name, value in properties:
+            by_name[name][rank].append(value)
+    merged: list[tuple[str, Any]] = []
+    for name, values in by_name.items():
+        folded = group_ranks_by_text({rank: repr(texts) for rank, texts in values.items()})
+        for ranks, _ in folded:
+            label = name if len(folded) == 1 else f"{name} ({name_ranks(ranks)})"
+            merged += [(label, value) for value in values[ranks[0]]]
+    return merged
 
 
 def _load_reports(result: RankResult, load: LoadReport) -> _Ran:

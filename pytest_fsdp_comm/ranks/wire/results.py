@@ -29,12 +29,7 @@ class Activity(StrEnum):
     @property
     def is_known(self) -> bool:
         """Whether the rank's watchdog answered, so that the rank's process groups are known."""
-        return self in (
-            Activity.RUNS,
-            Activity.REPORTS,
-            Activity.COMPARES,
-            Activity.HAS_ENDED,
-        )
+        return self not in (Activity.HOLDS_GIL, Activity.STARTS, Activity.SILENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +88,6 @@ class Position:
     activity: Activity = Activity.RUNS
     is_joining: bool = False
     """Whether the rank is waiting for other ranks to create the process group."""
-    is_waiting: bool = False
-    """Whether the rank is in a call that waits for other ranks, or in a torch call that might."""
     is_reporting: bool = False
     """Whether the rank is comparing with a snapshot, formatting a failure or saving coverage data.
     None of these requires other ranks."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_fsdp_comm.ranks.session.recorded import merge_properties
+from pytest_fsdp_comm.ranks.session.verdict import merge_properties
 
 
 @pytest.mark.parametrize(
