@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 
@@ -16,12 +16,9 @@ from pytest_fsdp_comm.launch_environment import (
     explain_separate_processes,
     is_spawned_rank,
 )
-from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, RankExtension
+from pytest_fsdp_comm.ranks.rank.context import EXTENSIONS
 from pytest_fsdp_comm.ranks.rank.gpus import usable_gpu_count
 from pytest_fsdp_comm.snapshots import failed_comparison, unused
-
-if TYPE_CHECKING:
-    from pytest_fsdp_comm.ranks.session.runner import RankRunner
 
 # On Windows, fork, fcntl and Unix sockets are all missing, so `ranks` cannot be imported there.
 _CAN_FORK: Final = hasattr(os, "fork")
@@ -156,51 +153,24 @@ def _prepare_ranks(
     config = session.config
     if upstream.explain_missing_torch():
         return
-    extensions: list[RankExtension[Any]] = [replay.RankSnapshots()]
-    if options.OBSERVER in config.stash:
-        extensions.append(config.stash[options.OBSERVER])
+    observers = [config.stash[options.OBSERVER]] if options.OBSERVER in config.stash else []
+    config.stash[EXTENSIONS] = [replay.RankSnapshots(), *observers]
     if is_spawned_rank():
         from pytest_fsdp_comm.ranks.rank import main  # noqa: PLC0415  # as above
 
-        main.run_spawned_rank(session, extensions)
+        main.run_spawned_rank(session)
     if config.option.collectonly:
         return
+    preloaded = fixtures.list_fixture_modules(items)
+    distributed = [item for item in items if options.SETTINGS in item.stash]
     if launched:
         from pytest_fsdp_comm.ranks import launched as launch  # noqa: PLC0415  # as above
 
-        preloaded = fixtures.list_fixture_modules(items)
-        choose = launch.join_session(session, extensions, launched, preloaded=preloaded)
-    elif any(options.SETTINGS in item.stash for item in items):
-        ranks = runner.RankRunner(
-            session, extensions, preloaded=fixtures.list_fixture_modules(items)
-        )
+        launch.join_session(session, launched, preloaded=preloaded)
+    elif distributed:
+        ranks = runner.RankRunner(session, distributed, preloaded=preloaded)
         config.add_cleanup(ranks.close)
         ranks.start()
-
-        def choose(_: pytest.Item) -> RankRunner | None:
-            return ranks
-    else:
-        return
-    config.pluginmanager.register(_Protocol(choose), "fsdp-comm-protocol")
-
-
-class _Protocol:
-    """Runs distributed tests; registered last, so its hook runs before other plugins' hooks."""
-
-    def __init__(self, choose: Callable[[pytest.Item], RankRunner | None]) -> None:
-        self._choose = choose
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(
-        self, item: pytest.Item, nextitem: pytest.Item | None
-    ) -> bool | None:
-        if options.SETTINGS not in item.stash or RANK_CONTEXT in item.config.stash:
-            return None
-        ranks = self._choose(item)
-        if ranks is None:
-            return None
-        ranks.run(item, nextitem)
-        return True
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_fsdp_comm.comm.json import ScriptRun
-from pytest_fsdp_comm.command_line.terminal import FAILED, SAME
+from pytest_fsdp_comm.command_line.terminal import FAILED, SAME, print_note
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.launch_environment import MAX_SIMULATED, torchrun_variables
 from pytest_fsdp_comm.ranks.wire.load import extend_under_load
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 _GLOO_ENDS_S: Final = 0.1
 _LAUNCHED: Final = re.compile("RANK|WORLD_SIZE")
 _NO_LAUNCHER: Final = (
-    "fsdp-comm: a launcher such as torchrun sets these variables; to start 4 ranks, pass --nproc 4"
+    "a launcher such as torchrun sets these variables; to start 4 ranks, pass --nproc 4"
 )
 # From torch 2.7 to 2.15: without a driver, without CUDA, without NCCL, and with NCCL but no GPU.
 _GPU_MISSING: Final = re.compile(
     "no NVIDIA driver|CUDA enabled|NCCL built in|at least one CUDA device|no GPUs found"
 )
 _NO_GPU: Final = (
-    "fsdp-comm: to record this script without GPUs, simulate one of its ranks: pass --world-size N "
-    "instead of --nproc"
+    "to record this script without GPUs, simulate one of its ranks: pass --world-size N instead of "
+    "--nproc"
 )
 _EXISTS: Final = (
     "if the new recording differs, nothing will be written unless you pass --force or --out"
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
     # Use an absolute path, because the script may change the working directory.
     out = Path(options.out).absolute()
     if out.exists() and not options.force and os.environ.get("RANK", "0") == "0":
-        print(f"fsdp-comm: {options.out} exists: {_EXISTS}", file=sys.stderr)  # noqa: T201  # standard output is the script's
+        print_note(f"{options.out} exists: {_EXISTS}")
     hook = _Hook(script_run, out, force=options.force, goes_on=options.go_on)
     skipped: object = ""
     with contextlib.ExitStack() as undo:
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
         status = _run_and_get_status(options)
     status = hook.finish(status)
     if note := str(skipped):
-        print(f"fsdp-comm: {note}", file=sys.stderr)  # noqa: T201  # standard output is the script's
+        print_note(note)
     return status
 
 
@@ -174,9 +174,9 @@ def _run_and_get_status(options: argparse.Namespace) -> int:
             strip_inner_frames(error)
         sys.excepthook(type(error), error, error.__traceback__)
         if "RANK" not in os.environ and _LAUNCHED.search(str(error)):
-            print(_NO_LAUNCHER, file=sys.stderr)  # noqa: T201  # as above
+            print_note(_NO_LAUNCHER)
         if not options.world_size and _GPU_MISSING.search(str(error)):
-            print(_NO_GPU, file=sys.stderr)  # noqa: T201  # as above
+            print_note(_NO_GPU)
         return 1
     return SAME
 
@@ -241,6 +241,5 @@ class _Hook:
         # Let every rank print its problem, because the launcher may end the other ranks after one
         # rank has failed.
         if rank == "0" or status == SAME or self._problem is not None:
-            prefix = "" if rank == "0" else f"rank {rank}: "
-            print(f"fsdp-comm: {prefix}{problem}", file=sys.stderr)  # noqa: T201  # errors go to standard error
+            print_note(f"{problem}" if rank == "0" else f"rank {rank}: {problem}")
         return status or FAILED

@@ -236,8 +236,6 @@ class SessionReport:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Store the outcome of a phase, and the record of its test."""
-        if RANK_CONTEXT in self._config.stash:
-            return
         item = self._items.get(report.nodeid)
         if self._is_worker:
             if item is not None:
@@ -281,7 +279,7 @@ class SessionReport:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write the report, even if the session was interrupted."""
-        if self._is_worker or RANK_CONTEXT in self._config.stash:
+        if self._is_worker:
             return
         invocation = self._config.invocation_params
         run = Run(

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_fsdp_comm.command_line.diff import Pair, print_explanations
-from pytest_fsdp_comm.command_line.documents import describe_problem, find_project, read_document
-from pytest_fsdp_comm.command_line.terminal import print_problems
+from pytest_fsdp_comm.command_line.documents import find_project, read_document
+from pytest_fsdp_comm.command_line.terminal import describe_problem, print_problems
 from pytest_fsdp_comm.errors import FsdpCommError, printable, quote_text
 from pytest_fsdp_comm.snapshots.documents import body, read_snapshot
 from pytest_fsdp_comm.snapshots.names import SUFFIX, escape_test_name

@@ -12,10 +12,11 @@ from typing import Final, cast
 
 from pytest_fsdp_comm.comm.explanation.evidence import Evidence
 from pytest_fsdp_comm.comm.profile import CommProfile, restrict
-from pytest_fsdp_comm.command_line.documents import describe_problem, read_document, summary_lines
+from pytest_fsdp_comm.command_line.documents import read_document, summary_lines
 from pytest_fsdp_comm.command_line.terminal import (
     DIFFERENT,
     SAME,
+    describe_problem,
     print_lines,
     print_note,
     print_problems,

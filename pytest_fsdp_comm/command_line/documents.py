@@ -82,11 +82,6 @@ def read_json(path: Path, *, where: str) -> ShardTree | list[Recording]:
     return recordings
 
 
-def describe_problem(problem: FsdpCommError) -> str:
-    """Return an error's message without the remedy that applies only to failed tests."""
-    return str(problem).partition(". Nothing was overwritten")[0]
-
-
 def summary_lines(profile: Profile) -> Iterator[str]:
     """Yield a few phrases that summarize a snapshot."""
     yield show_count(profile.world_size, "rank")

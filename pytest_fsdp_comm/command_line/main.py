@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from pytest_fsdp_comm.command_line.terminal import FAILED
+from pytest_fsdp_comm.command_line.terminal import FAILED, describe_problem, print_problems
 from pytest_fsdp_comm.errors import FsdpCommError
 
 # Commands raise FsdpCommError, with a remedy, for every error that a user can cause, and `main`
@@ -46,10 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return 130
     except FsdpCommError as problem:
-        from pytest_fsdp_comm.command_line.documents import describe_problem  # noqa: PLC0415  # already loaded
-
-        print(f"fsdp-comm: {describe_problem(problem)}", file=sys.stderr)  # noqa: T201  # errors go to standard error
-        return FAILED
+        return print_problems([describe_problem(problem)])
     return status
 
 

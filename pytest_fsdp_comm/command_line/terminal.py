@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from typing import Final
 
-from pytest_fsdp_comm.errors import printable
+from pytest_fsdp_comm.errors import FsdpCommError, printable
 
 SAME: Final = 0
 DIFFERENT: Final = 1
@@ -18,6 +18,11 @@ def print_lines(lines: Iterable[str]) -> None:
     """Print lines to standard output, with control characters and commands to CI escaped."""
     for line in lines:
         print(printable(line, "\t"))  # noqa: T201  # the program's output
+
+
+def describe_problem(problem: FsdpCommError) -> str:
+    """Return an error's message without the remedy that applies only to failed tests."""
+    return str(problem).partition(". Nothing was overwritten")[0]
 
 
 def print_problems(problems: Iterable[str]) -> int:

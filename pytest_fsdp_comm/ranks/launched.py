@@ -25,7 +25,6 @@ import pytest
 from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE, OWN_RANK_VARIABLE, LaunchedRank
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.ranks.hangs.position import Watchdog
-from pytest_fsdp_comm.ranks.rank.context import RankExtension
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate, save_coverage
 from pytest_fsdp_comm.ranks.rank.process_group import connect_store
 from pytest_fsdp_comm.ranks.rank.processes import fork_quietly, run_exit_functions, run_finalizers
@@ -59,45 +58,40 @@ _ENDS_TESTS_WITHIN_S: Final = 30.0
 
 
 def join_session(
-    session: pytest.Session,
-    extensions: Sequence[RankExtension[object]],
-    launched: LaunchedRank,
-    *,
-    preloaded: Sequence[str],
-) -> Callable[[pytest.Item], RankRunner | None]:
-    """On rank 0, return a function that picks a test's runner; other ranks run tests and exit."""
+    session: pytest.Session, launched: LaunchedRank, *, preloaded: Sequence[str]
+) -> None:
+    """On rank 0, start the runners of the session's tests; other ranks run tests and exit."""
     environment = pytest.MonkeyPatch()
     environment.setenv(INSIDE_VARIABLE, "1")
     # The process may run another session later, so restore its environment at the end of this one.
     session.config.add_cleanup(environment.undo)
     tests = tuple(_describe_plan(item) for item in session.items)
+    simulated, real = [], []
     for item in session.items:
-        if SETTINGS in item.stash and not _can_run(item, launched):
-            size = item.stash[SETTINGS].world_size
+        if (settings := item.stash.get(SETTINGS, None)) is None:
+            continue
+        if settings.backend == "fake":
+            simulated.append(item)
+        elif settings.world_size == launched.world_size:
+            real.append(item)
+        else:
+            size = settings.world_size
             reason = f"needs {size} ranks, but {launched.launcher} started {launched.world_size}"
             item.add_marker(pytest.mark.skip(reason=reason))
-    become = partial(become_rank, session, launched, tests, extensions)
+    become = partial(become_rank, session, launched, tests)
     if not launched.is_leader:
         become()
-    simulated = None
-    if any(map(_is_simulated, session.items)):
-        simulated = RankRunner(session, extensions, preloaded=preloaded)
-        session.config.add_cleanup(simulated.close)
-        simulated.start()  # before this process does anything that makes a fork unsafe
+    if simulated:
+        forked = RankRunner(session, simulated, preloaded=preloaded)
+        session.config.add_cleanup(forked.close)
+        forked.start()  # before this process does anything that makes a fork unsafe
     own_rank = _start_own_rank(session.config, become)
     ranks = LaunchedRanks(session, launched, own_rank)
-    runner = RankRunner(session, extensions, launched=ranks)
+    runner = RankRunner(session, real, launched=ranks)
     session.config.add_cleanup(runner.close)
     _install_sigterm_handler(session)
     runner.start()
     ranks.meet(tests)
-
-    def choose(item: pytest.Item) -> RankRunner | None:
-        if _is_simulated(item):
-            return simulated
-        return runner if _can_run(item, launched) else None
-
-    return choose
 
 
 def _start_own_rank(config: pytest.Config, become: Callable[[], NoReturn]) -> int:
@@ -138,14 +132,6 @@ def _install_sigterm_handler(session: pytest.Session) -> None:
     session.config.add_cleanup(restore)
 
 
-def _is_simulated(item: pytest.Item) -> bool:
-    return SETTINGS in item.stash and item.stash[SETTINGS].backend == "fake"
-
-
-def _can_run(item: pytest.Item, launched: LaunchedRank) -> bool:
-    return _is_simulated(item) or item.stash[SETTINGS].world_size == launched.world_size
-
-
 def _describe_plan(item: pytest.Item) -> str:
     settings = item.stash.get(SETTINGS, None)
     if settings is None:
@@ -165,12 +151,7 @@ class _EndedError(Exception):
     """Raised if this process has to exit before the session has ended; the message says why."""
 
 
-def become_rank(
-    session: pytest.Session,
-    launched: LaunchedRank,
-    tests: Sequence[str],
-    extensions: Sequence[RankExtension[object]],
-) -> NoReturn:
+def become_rank(session: pytest.Session, launched: LaunchedRank, tests: Sequence[str]) -> NoReturn:
     """Run this process as a rank until rank 0's process ends the session, then exit."""
     # Never return to pytest: only rank 0's process may write reports, caches and snapshots.
     name = f"rank {launched.rank} on {socket.gethostname()}"
@@ -181,7 +162,7 @@ def become_rank(
     try:
         ending.adopt_orphans()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, rank 0 ends this process
-        _obey_rank_zero(session, launched, tests, extensions)
+        _obey_rank_zero(session, launched, tests)
         status = 0
     except _EndedError as error:
         os.write(stderr, f"fsdp-comm: {name}: {error}\n".encode())
@@ -194,12 +175,7 @@ def become_rank(
         os._exit(status)
 
 
-def _obey_rank_zero(
-    session: pytest.Session,
-    launched: LaunchedRank,
-    tests: Sequence[str],
-    extensions: Sequence[RankExtension[object]],
-) -> None:
+def _obey_rank_zero(session: pytest.Session, launched: LaunchedRank, tests: Sequence[str]) -> None:
     channel, watchdog_channel = _join_rank_zero(session, launched, tests)
     command: messages.RankCommand | None = channel.receive()
     if isinstance(command, messages.Welcome):
@@ -208,7 +184,7 @@ def _obey_rank_zero(
         if command.randomly_seed is not None:
             # pytest-randomly chose a different seed in each process, so use rank 0's.
             session.config.option.randomly_seed = command.randomly_seed
-        template = RankTemplate(session, extensions)
+        template = RankTemplate(session)
         watchdog = Watchdog(watchdog_channel, ends_process=True)
         command, spec = channel.receive(), None
         while isinstance(command, messages.RankSetSpec):

@@ -60,3 +60,7 @@ class RankExtension(Protocol[_Payload]):
 
         `payloads` has no entry for ranks that died. A skipped test has neither failed nor passed.
         """
+
+
+EXTENSIONS: Final = pytest.StashKey[list[RankExtension[Any]]]()
+"""Key in the config's stash for the extensions of a session with ranks."""

@@ -27,7 +27,7 @@ from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.hangs.position import Watchdog, find_raise_site
 from pytest_fsdp_comm.ranks.hangs.terminate import save_position_at_terminate
 from pytest_fsdp_comm.ranks.rank import debugger, process_group, processes
-from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, RankContext, RankExtension
+from pytest_fsdp_comm.ranks.rank.context import EXTENSIONS, RANK_CONTEXT, RankContext
 from pytest_fsdp_comm.ranks.rank.isolation import isolate_session, unregister_parents_plugins
 from pytest_fsdp_comm.ranks.rank.kept_output import shorten
 from pytest_fsdp_comm.ranks.rank.plugin import RankPlugin
@@ -44,19 +44,12 @@ from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
 class RankTemplate:
     """The state that all ranks share, prepared in the process that they are forked from."""
 
-    def __init__(
-        self,
-        session: pytest.Session,
-        extensions: Sequence[RankExtension[Any]],
-        *,
-        random_state: object = None,
-    ) -> None:
+    def __init__(self, session: pytest.Session, *, random_state: object = None) -> None:
         """Prepare the session; ranks set Python's `random` to `random_state`, unless it is None."""
         self._random_state = random_state
         self._session = session
-        self._extensions = extensions
         self._terminal = unregister_parents_plugins(session.config)
-        for extension in extensions:
+        for extension in session.config.stash[EXTENSIONS]:
             extension.enter_rank(session.config)
         self._plugin = RankPlugin(session.config)
         session.config.pluginmanager.register(self._plugin, "fsdp-comm-rank")
@@ -129,7 +122,7 @@ class RankTemplate:
             session.config.stash[RANK_CONTEXT] = context
             item.stash[SETTINGS] = spec.settings  # may include ranks that the marker does not list
             channel.send(messages.TestBegun())
-            payloads, escaped, session_exit = _run_item(item, nextitem, self._extensions)
+            payloads, escaped, session_exit = _run_item(item, nextitem)
             # If this is a child that the test forked, a plugin may have caught the exception that
             # should have ended it, so end it here.
             processes.end_forked_child(rank_pid, None)
@@ -197,7 +190,7 @@ def _make_rank_context(
 
 
 def _run_item(
-    item: pytest.Item, nextitem: pytest.Item | None, extensions: Sequence[RankExtension[object]]
+    item: pytest.Item, nextitem: pytest.Item | None
 ) -> tuple[tuple[str, ...] | None, str | None, SessionExit | None]:
     """Run a test's protocol; return `payloads`, `escaped` and `session_exit` of `TestEnded`."""
     # Do not ask extensions for payloads after an exception: the session can be in any state then.
@@ -214,6 +207,7 @@ def _run_item(
         message = shorten(str(error))
         name = type(error).__name__
         return None, f"{name}: {message}" if message else name, None
+    extensions = item.config.stash[EXTENSIONS]
     return tuple(dump_tagged(extension.rank_payload(item)) for extension in extensions), None, None
 
 
@@ -258,9 +252,7 @@ def select_own_test(config: pytest.Config) -> None:
     config.args[:] = [str(config.rootpath / _read_spec().nodeid)]
 
 
-def run_spawned_rank(
-    session: pytest.Session, extensions: Sequence[RankExtension[object]]
-) -> NoReturn:
+def run_spawned_rank(session: pytest.Session) -> NoReturn:
     """Run this spawned process as a rank, once it has collected the tests."""
     spec = _read_spec()
     indices = [index for index, item in enumerate(session.items) if item.nodeid == spec.nodeid]
@@ -274,7 +266,7 @@ def run_spawned_rank(
     # If a test starts pytest, the new process must not become a rank.
     del os.environ[SPEC_VARIABLE]
     os.environ[INSIDE_VARIABLE] = "1"
-    template = RankTemplate(session, extensions)
+    template = RankTemplate(session)
     spec = dataclasses.replace(spec, item_index=indices[0])
     template.run_rank(spec, rank, (descriptors[0], descriptors[1]))
 

@@ -72,19 +72,10 @@ def _make_phase_hook(when: str) -> object:
 class RankPlugin:
     """Implements a rank's pytest hooks; created before the fork, and bound to the rank after it."""
 
-    _channel: Channel[RankCommand]
-    _pid: int
-    _shares_random_states: bool
-    _keeps_random_states: bool
-
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._logs: list[_Log] = []
-        self._group: object = None
-        self._random_states: list[Any] | None = None
         self._has_failed_subtest = False
-        self.has_failed = False
-        """Whether a phase or subtest has failed since `bind`."""
         # Contexts that begin before a test's first fixture and end after its last teardown.
         self._simulation = contextlib.ExitStack()
         self._distinct: DistinctRanks | None = None
@@ -104,9 +95,10 @@ class RankPlugin:
         self._shares_random_states = shares_random_states
         # If ranks run several tests, each test starts with the random states of the first.
         self._keeps_random_states = spec.settings.scope == "module"
-        self._group = None
-        self._random_states = None
+        self._group: object = None
+        self._random_states: list[Any] | None = None
         self.has_failed = False
+        """Whether a phase or subtest has failed since `bind`."""
         self._channel = channel
         self._pid = getpid()
         self._logs = [_Log(name, spec.log_path(rank, name)) for name in ("stdout", "stderr")]

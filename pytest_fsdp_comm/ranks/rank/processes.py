@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import gc
 import hashlib
-import importlib
 import multiprocessing.process
 import multiprocessing.util
 import os
@@ -167,10 +166,7 @@ def _generators() -> tuple[_Generator, _Generator | None, _Generator]:
     """Return the generators of Python, numpy (None if it is not loaded) and torch."""
     import torch  # noqa: PLC0415  # not in the pytest process
 
-    numpy: Any = None
-    if "numpy" in sys.modules:
-        with contextlib.suppress(ImportError):
-            numpy = importlib.import_module("numpy.random")
+    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
     return (
         (random.getstate, random.setstate, random.seed),
         (numpy.get_state, numpy.set_state, numpy.seed) if numpy else None,

@@ -11,10 +11,10 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
@@ -28,7 +28,7 @@ from pytest_fsdp_comm.options import (
     BadValueError,
     DistributedSettings,
 )
-from pytest_fsdp_comm.ranks.rank.context import RankExtension
+from pytest_fsdp_comm.ranks.rank.context import EXTENSIONS, RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.debugger import copy_terminal, keep_foreground
 from pytest_fsdp_comm.ranks.rank.gpus import (
     blame_missing_gpu_in_errors,
@@ -79,15 +79,18 @@ class RankRunner:
     def __init__(
         self,
         session: pytest.Session,
-        extensions: Sequence[RankExtension[Any]],
+        items: Collection[pytest.Item],
         *,
         launched: RankServer | None = None,
         preloaded: Sequence[str] = (),
     ) -> None:
-        """Use the `launched` ranks if a launcher started them; otherwise `start` forks a server."""
+        """Run `items` on the `launched` ranks, or, if None, on ranks of a server that this starts.
+
+        The server imports the modules `preloaded`.
+        """
         self._session = session
+        self._items = {*items}
         self._preloaded = preloaded
-        self._extensions = extensions
         self._launched = launched
         # The directory of the slots that xdist workers share; None without xdist.
         self._shared_slots = _shared_slots(session.config)
@@ -107,6 +110,7 @@ class RankRunner:
         self._random_state = random.getstate()
         silence_coverage()
         self._start_server()
+        self._session.config.pluginmanager.register(self)
 
     def _start_server(self) -> None:
         # Launched ranks need no slots: the launcher chose the number of ranks, and each rank uses
@@ -169,8 +173,14 @@ class RankRunner:
             return ()  # counting GPUs would import torch in this process
         return visible_gpu_names(os.environ, visible_gpu_count())
 
-    def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        """Run one test and log its reports, as `pytest_runtest_protocol` must."""
+    # This plugin is registered last, so this hook runs before those of other plugins.
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> bool | None:
+        """Run one test and log its reports; leave other tests, and tests in a rank, to pytest."""
+        if item not in self._items or RANK_CONTEXT in item.config.stash:
+            return None
         hook = item.ihook
         attempt = partial(self._run_and_merge_reports, item, nextitem)
         if not run_with_reruns(item, nextitem, attempt):
@@ -181,6 +191,7 @@ class RankRunner:
         # Tests without ranks may have set up fixtures of a wider scope in this process. Tear down
         # the fixtures that the next test does not use.
         item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001  # as pytest's runner
+        return True
 
     def _run_and_merge_reports(
         self, item: pytest.Item, nextitem: pytest.Item | None
@@ -219,8 +230,7 @@ class RankRunner:
 
     def _prepare_ranks(self) -> RunRank:
         blame_missing_gpu_in_errors()
-        template = RankTemplate(self._session, self._extensions, random_state=self._random_state)
-        return template.run_rank
+        return RankTemplate(self._session, random_state=self._random_state).run_rank
 
     def _next_test(self, candidate: pytest.Item | None, item: pytest.Item) -> NextTest:
         """Return what the ranks of `item` do next if pytest's next test is `candidate`."""
@@ -283,21 +293,19 @@ class RankRunner:
                 # Otherwise, each exception in that server's ranks would have this exception as its
                 # context.
                 results = self._recover_from_lost_ranks(item, died, began_at)
+            supervision, settings = self._supervision, item.stash[SETTINGS]
             keeps = (
-                item.stash[SETTINGS].scope == "module"
+                settings.scope == "module"
                 # A spawned rank cannot run another test, because it has collected only this one.
                 and not self._fallback_reason
-                and self._supervision is not None
-                and self._supervision.is_reusable
+                and supervision is not None
+                and supervision.is_reusable
                 # Idle ranks keep their slots locked, so do not keep the ranks if another pytest
                 # process is waiting for slots; see Note [Slots].
                 and (
                     self._shared_slots is None
-                    or not self._is_limited_by_slots(self._supervision.spec.settings)
-                    or (
-                        self._can_reuse(self._supervision, nextitem)
-                        and not self._slots.are_wanted()
-                    )
+                    or not self._is_limited_by_slots(settings)
+                    or (self._can_reuse(supervision, nextitem) and not self._slots.are_wanted())
                 )
             )
         except BaseException:
@@ -416,7 +424,8 @@ class RankRunner:
         )
         problems, self._problems = self._problems, []
         has_passed = not problems and all(report.passed for report in reports)
-        for index, extension in enumerate(self._extensions):
+        extensions = item.config.stash[EXTENSIONS]
+        for index, extension in enumerate(extensions):
             types = {extension.payload_type.__name__: extension.payload_type}
             payloads = {
                 rank: load_tagged(types, result.payloads[index])

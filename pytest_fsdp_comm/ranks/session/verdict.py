@@ -38,11 +38,16 @@ _BACKEND_ERROR = re.compile(r"Connection (closed|reset) by peer|/gloo/|DistBacke
 _UNCAUGHT = re.compile(r"^terminate called after .* of '(.+)'\n  what\(\):  (.+)", re.MULTILINE)
 
 _OUT_OF_MEMORY = ", perhaps because memory ran out (see dmesg)"
-_IS_AT = "{ranks} {is} at (innermost frame first):"
-_STARTS_AT = "{ranks} {is} still importing or collecting, at (innermost frame first):"
+# Titles of stacks. The second title of a pair is for ranks that are importing or collecting.
+_IS_AT = (
+    "{ranks} {is} at (innermost frame first):",
+    "{ranks} {is} still importing or collecting, at (innermost frame first):",
+)
+_WAS_RUNNING = (
+    "{ranks} {was} still running when the test was stopped, at:",
+    "{ranks} {was} still importing or collecting when the test was stopped, at:",
+)
 _WAS_AT = "{ranks} {was} at (innermost frame first):"
-_WAS_RUNNING = "{ranks} {was} still running when the test was stopped, at:"
-_WAS_STARTING = "{ranks} {was} still importing or collecting when the test was stopped, at:"
 _WAS_REPORTING = "{ranks} {was} stopped while formatting {its} failure report; {its} failure is at:"
 
 # The key of ``msg`` and ``kwargs`` in a subtest's report, as pytest 8.4 to 9.2 serializes it.
@@ -373,7 +378,7 @@ def _find_timeouts(ranks: _Ranks, limit: str) -> Iterable[_Failure]:
         *_describe_unfailed_ranks(
             {rank: how for rank, how in outcomes.items() if how[0] != "passed"}
         ),
-        *_list_running_stacks(ranks, late),
+        *_list_running_stacks(ranks, late, _IS_AT),
         *([f"{name_ranks(finished)} had finished."] if finished else []),
     ]
     text = "\n".join(lines)
@@ -409,26 +414,19 @@ def describe_positions(results: Mapping[int, RankResult]) -> list[str]:
     finished = [rank for rank, ran in ranks.items() if ran.result.is_done]
     return [
         *_explain_waiting(ranks, blamed=()),
-        *_list_running_stacks(ranks, running),
+        *_list_running_stacks(ranks, running, _IS_AT),
         *([f"{name_ranks(finished)} had finished."] if finished else []),
     ]
 
 
-def _list_running_stacks(ranks: _Ranks, running: Iterable[int]) -> list[str]:
-    starting, begun = _split_starting(ranks, running)
-    return [
-        *list_stacks(_collect_stacks(ranks, starting), _STARTS_AT),
-        *list_stacks(_collect_stacks(ranks, begun), _IS_AT),
-    ]
-
-
-def _split_starting(ranks: _Ranks, running: Iterable[int]) -> tuple[list[int], list[int]]:
-    """Return the ranks that are still importing or collecting, and the other ranks."""
-    split: tuple[list[int], list[int]] = ([], [])
-    for rank in running:
-        position = ranks[rank].result.position
-        split[position is None or position.activity is not Activity.STARTS].append(rank)
-    return split
+def _list_running_stacks(
+    ranks: _Ranks, running: Collection[int], titles: tuple[str, str]
+) -> list[str]:
+    """List the stacks of ranks that are importing or collecting, then those of the other ranks."""
+    at = {rank: ranks[rank].result.position for rank in running}
+    starting = [rank for rank, each in at.items() if each and each.activity is Activity.STARTS]
+    begun = [rank for rank in running if rank not in starting]
+    return _list_stacks(ranks, starting, titles[1]) + _list_stacks(ranks, begun, titles[0])
 
 
 def _describe_departures(ranks: _Ranks, absent: Iterable[int]) -> str:
@@ -451,9 +449,10 @@ def _list_stopped(ranks: _Ranks, why: Stopped) -> list[int]:
     return [rank for rank, ran in ranks.items() if ran.result.stopped is why]
 
 
-def _collect_stacks(ranks: _Ranks, stopped: Iterable[int]) -> dict[int, str]:
-    positions = {rank: ranks[rank].result.position for rank in stopped}
-    return {rank: "\n".join(at.stack) if at else "" for rank, at in positions.items()}
+def _list_stacks(ranks: _Ranks, listed: Iterable[int], title: str) -> list[str]:
+    positions = {rank: ranks[rank].result.position for rank in listed}
+    stacks = {rank: "\n".join(at.stack) if at else "" for rank, at in positions.items()}
+    return list_stacks(stacks, title)
 
 
 def _explain_waiting(ranks: _Ranks, *, blamed: Sequence[int]) -> list[str]:
@@ -486,7 +485,7 @@ def _make_failure_report(
         text = f"were {text.removeprefix('was ')}"
     raised = "" if first.report is None else str(first.report.longrepr)
     died = [rank for rank, ran in ranks.items() if ran.result.status and ran.result.position]
-    died_at = "\n".join(list_stacks(_collect_stacks(ranks, died), _WAS_AT))
+    died_at = "\n".join(_list_stacks(ranks, died, _WAS_AT))
     lines = [mismatch, f"{name_ranks(failing)} {text}", others, died_at, raised]
     report = _make_failed_report(item, first.when, "\n".join(filter(None, lines)))
     vars(report)[HANGS_AT] = first.hangs_at
@@ -529,10 +528,9 @@ def _describe_other_ranks(failures: Sequence[_Failure], ranks: _Ranks) -> str:
     stopped = _list_stopped(ranks, Stopped.AFTER_FAILURE)
     at = {rank: ranks[rank].result.position or Position(site="") for rank in stopped}
     reporting = [rank for rank in stopped if at[rank].activity is Activity.REPORTS]
-    starting, running = _split_starting(ranks, [each for each in stopped if each not in reporting])
-    lines += list_stacks(_collect_stacks(ranks, starting), _WAS_STARTING)
-    lines += list_stacks(_collect_stacks(ranks, running), _WAS_RUNNING)
-    lines += list_stacks(_collect_stacks(ranks, reporting), _WAS_REPORTING)
+    running = [rank for rank in stopped if rank not in reporting]
+    lines += _list_running_stacks(ranks, running, _WAS_RUNNING)
+    lines += _list_stacks(ranks, reporting, _WAS_REPORTING)
     lines += _explain_waiting(ranks, blamed=[*failed]) if stopped else []
     if first.at < math.inf:
         lines += _describe_unfailed_ranks(
