@@ -240,7 +240,7 @@ class LaunchedRanks:
     def __init__(self, session: pytest.Session, launched: LaunchedRank, own_rank: int) -> None:
         self._session = session
         self._launched = launched
-        self.pids = {0: own_rank}
+        self.pids = {0: own_rank}  # only this rank is a child of this process
         self.has_died = False
         self._store: Any = None
         self._hosts: dict[int, str] = {}
@@ -285,8 +285,11 @@ class LaunchedRanks:
             with contextlib.suppress(OSError):  # the rank is gone, as the first test will report
                 welcome = messages.Welcome(order=tuple(order or ()), randomly_seed=seed)
                 self._channels[rank].send(welcome)
-        where = prefix_texts_with_ranks({rank: f"on {host}" for rank, host in self._hosts.items()})
-        self._write_line(f"fsdp-comm: {'; '.join(where)}")
+        reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            hosts = {rank: f"on {host}" for rank, host in self._hosts.items()}
+            reporter.write_line(f"fsdp-comm: {'; '.join(prefix_texts_with_ranks(hosts))}")
+            reporter.flush()
 
     def _accept_all_ranks(self) -> dict[int, messages.Joined]:
         launched = self._launched
@@ -348,12 +351,6 @@ class LaunchedRanks:
             joined[first.rank, first.tests is None] = connection, first
         else:
             connection.close()
-
-    def _write_line(self, text: str) -> None:
-        reporter: Any = self._session.config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is not None:
-            reporter.write_line(text)
-            reporter.flush()
 
     def start_ranks(
         self, spec: messages.RankSetSpec
@@ -425,12 +422,6 @@ class LaunchedRanks:
                     else status
                 )
         return self._exited
-
-    def send_signal(self, rank: int, number: int) -> None:
-        """Send a signal to rank 0, whose process is our child; ignore other ranks."""
-        if rank in self.pids and rank not in self._exited:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pids[rank], number)
 
     def fileno(self) -> int:
         return self._silence[0].fileno()

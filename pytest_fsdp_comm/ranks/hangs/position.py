@@ -14,14 +14,16 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from traceback import FrameSummary
 from types import CodeType, FrameType
 from typing import Any, Final
 
 from pytest_fsdp_comm.gathering import Exchange
 from pytest_fsdp_comm.ranks.hangs.stacks import (
-    StackFrame,
-    add_source,
     drop_start_frames,
+    is_users,
+    show_code,
+    show_site,
     show_stack,
 )
 from pytest_fsdp_comm.ranks.wire import channel
@@ -61,15 +63,15 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
     user, is_recorded = _innermost_user_frame(stack), not any(map(_is_unrecorded_wait, frames))
     activity = Activity.COMPARES if any(map(_is_comparing, frames)) else Activity.RUNS
     return Position(
-        site=user.site if user else "",
-        code=user.code if user and raised is None else "",
+        site=show_site(user),
+        code=show_code(user) if raised is None else "",
         stack=show_stack(stack),
         module=_find_running_module_fqn(frames),
         groups=_read_group_positions(
             since_ns,
             frames,
             waits=is_recorded and is_waiting(stack),
-            is_limited=user is not None and _LIMITED_WAIT.search(user.code) is not None,
+            is_limited=_LIMITED_WAIT.search(show_code(user)) is not None,
         )
         if with_groups
         else (),
@@ -83,26 +85,25 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
     )
 
 
-def _make_stack(frames: Iterable[FrameType]) -> list[StackFrame]:
-    return drop_start_frames(_stack_frame(frame.f_code, frame.f_lineno) for frame in frames)
+def _make_stack(frames: Iterable[FrameType]) -> list[FrameSummary]:
+    return drop_start_frames(_summarize_frame(frame.f_code, frame.f_lineno) for frame in frames)
 
 
-def _innermost_user_frame(stack: Iterable[StackFrame]) -> StackFrame | None:
-    return next((frame for frame in stack if frame.is_users), None)
+def _innermost_user_frame(stack: Iterable[FrameSummary]) -> FrameSummary | None:
+    return next(filter(is_users, stack), None)
 
 
-def is_waiting(stack: Sequence[StackFrame]) -> bool:
+def is_waiting(stack: Sequence[FrameSummary]) -> bool:
     """Return whether user code is inside a torch call that might be waiting for other ranks."""
-    user = _innermost_user_frame(stack)
-    inner = itertools.takewhile(lambda frame: not frame.is_users, stack)
-    return any(_TORCH.search(frame.path) for frame in inner) or (
-        user is not None and _WAITING_CALL.search(user.code) is not None
-    )
+    code = show_code(_innermost_user_frame(stack))
+    inner = itertools.takewhile(lambda frame: not is_users(frame), stack)
+    is_in_torch = any(_TORCH.search(frame.filename) for frame in inner)
+    return is_in_torch or _WAITING_CALL.search(code) is not None
 
 
-def _stack_frame(code: CodeType, line: int | None) -> StackFrame:
-    frame = StackFrame(path=code.co_filename, line=line or 0, name=code.co_name)
-    return add_source(frame) if frame.is_users else frame
+def _summarize_frame(code: CodeType, line: int | None) -> FrameSummary:
+    # Read source code only where it is shown, because reading the code of all files takes long.
+    return FrameSummary(code.co_filename, line or 0, code.co_name, lookup_line=False)
 
 
 def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
@@ -129,15 +130,14 @@ def _is_comparing_or_reporting(frame: FrameType) -> bool:
     )
 
 
-def _raising_frames(error: BaseException) -> list[StackFrame]:
+def _raising_frames(error: BaseException) -> list[FrameSummary]:
     raising = [*traceback.walk_tb(error.__traceback__)]
-    return [_stack_frame(frame.f_code, line) for frame, line in reversed(raising)]
+    return [_summarize_frame(frame.f_code, line) for frame, line in reversed(raising)]
 
 
 def find_raise_site(error: BaseException) -> str:
     """Return where user code raised an error, as ``path:line in function``; "" if unknown."""
-    user = _innermost_user_frame(drop_start_frames(_raising_frames(error)))
-    return user.site if user else ""
+    return show_site(_innermost_user_frame(drop_start_frames(_raising_frames(error))))
 
 
 def _is_c10d(frame: FrameType) -> bool:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import linecache
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+from traceback import FrameSummary
 from typing import Final
 
 from pytest_fsdp_comm.recording.frames import PACKAGE, find_author
-from pytest_fsdp_comm.text.words import show_path
+from pytest_fsdp_comm.text.words import shorten, show_path
 
 _PAUSE_S = 0.005
 _SETTLED = 10
@@ -28,41 +27,29 @@ _INNERMOST_FRAMES: Final = 4
 _OUTERMOST_FRAMES: Final = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StackFrame:
-    """A frame of a call stack or of a traceback."""
-
-    path: str
-    line: int
-    name: str
-    code: str = ""
-    """The line of source code; empty if unknown."""
-
-    @property
-    def is_users(self) -> bool:
-        """Whether the frame is user code, not code of an installed package or a test runner."""
-        return find_author(self.path) == "user" and not is_runner(self.path)
-
-    @property
-    def site(self) -> str:
-        return f"{show_path(self.path)}:{self.line} in {self.name}"
-
-
 def is_runner(path: str) -> bool:
     """Return whether a file belongs to pytest or one of its plugins, including this plugin."""
     return find_author(path) == "ours" or _RUNNERS.search(path) is not None
 
 
-def drop_start_frames(frames: Iterable[StackFrame]) -> list[StackFrame]:
+def is_users(frame: FrameSummary) -> bool:
+    """Return whether a frame is user code, not code of an installed package or a test runner."""
+    return find_author(frame.filename) == "user" and not is_runner(frame.filename)
+
+
+def drop_start_frames(frames: Iterable[FrameSummary]) -> list[FrameSummary]:
     """Drop the outermost frames, which only start the rank; `frames` begin with the innermost."""
-    return list(itertools.takewhile(lambda frame: frame.path != _ENTRY, frames))
+    return list(itertools.takewhile(lambda frame: frame.filename != _ENTRY, frames))
 
 
-def add_source(frame: StackFrame) -> StackFrame:
-    """Return a copy of a frame with its line of source code, truncated if it is long."""
-    line = " ".join(linecache.getline(frame.path, frame.line).split())
-    is_long = len(line) > _LONGEST_CODE
-    return replace(frame, code=f"{line[: _LONGEST_CODE - 3]}..." if is_long else line)
+def show_site(frame: FrameSummary | None) -> str:
+    """Return ``path:line in function``; "" without a frame."""
+    return f"{show_path(frame.filename)}:{frame.lineno} in {frame.name}" if frame else ""
+
+
+def show_code(frame: FrameSummary | None) -> str:
+    """Return a frame's line of source code, shortened if it is long; "" if it is unknown."""
+    return shorten(" ".join((frame.line or "").split()), _LONGEST_CODE) if frame else ""
 
 
 def append_code(site: str, code: str) -> str:
@@ -70,25 +57,25 @@ def append_code(site: str, code: str) -> str:
     return f"{site}: {code}" if site and code else site
 
 
-def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
+def show_stack(frames: Sequence[FrameSummary]) -> tuple[str, ...]:
     """Format the frames of user code, innermost first, then the innermost library call."""
-    users = [frame for frame in frames if frame.is_users]
-    lines = [frame.site for frame in users]
-    lines[:1] = [append_code(frame.site, frame.code) for frame in users[:1]]
+    users = [frame for frame in frames if is_users(frame)]
+    lines = [show_site(frame) for frame in users]
+    lines[:1] = [append_code(line, show_code(users[0])) for line in lines[:1]]
     omitted = len(lines) - _INNERMOST_FRAMES - _OUTERMOST_FRAMES
     if omitted > 1:
         lines[_INNERMOST_FRAMES:-_OUTERMOST_FRAMES] = [f"... {omitted} more calls ..."]
     called = [
         frame
-        for frame in itertools.takewhile(lambda frame: not frame.is_users, frames)
+        for frame in itertools.takewhile(lambda frame: not is_users(frame), frames)
         # If no user code is on the stack, the rank may hang in pytest, so keep pytest's frames.
-        if not frame.path.startswith("<") and not (users and is_runner(frame.path))
+        if not frame.filename.startswith("<") and not (users and is_runner(frame.filename))
     ]
-    lines += [f"inside {frame.name} ({frame.path}:{frame.line})" for frame in called[:1]]
+    lines += [f"inside {frame.name} ({frame.filename}:{frame.lineno})" for frame in called[:1]]
     return tuple(lines)
 
 
-def read_dump(path: Path, *, until: float) -> list[StackFrame]:
+def read_dump(path: Path, *, until: float) -> list[FrameSummary]:
     """Wait for a dump of `faulthandler`, at most until `until` (`time.monotonic`), and parse it."""
     text = ""
     unchanged = 0
@@ -104,9 +91,9 @@ def read_dump(path: Path, *, until: float) -> list[StackFrame]:
         time.sleep(_PAUSE_S)
 
 
-def parse_dump(text: str) -> list[StackFrame]:
+def parse_dump(text: str) -> list[FrameSummary]:
     """Parse the frames in a dump of `faulthandler`."""
     return drop_start_frames(
-        add_source(StackFrame(path=match["path"], line=int(match["line"]), name=match["name"]))
+        FrameSummary(match["path"], int(match["line"]), match["name"])
         for match in _FRAME.finditer(text)
     )

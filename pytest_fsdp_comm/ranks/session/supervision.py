@@ -19,7 +19,14 @@ from typing import Any, TypeAlias
 import pytest
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.ranks.hangs.stacks import append_code, read_dump, show_stack
+from pytest_fsdp_comm.ranks.hangs.stacks import (
+    append_code,
+    is_users,
+    read_dump,
+    show_code,
+    show_site,
+    show_stack,
+)
 from pytest_fsdp_comm.ranks.hangs.terminate import load_position
 from pytest_fsdp_comm.ranks.hangs.waiting import Stranded, find_stranded
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept
@@ -391,15 +398,17 @@ class Supervision:
     def _dump_stacks(self, silent: Collection[int]) -> dict[int, Position]:
         """Locate ranks whose watchdog does not answer; see Note [Locating ranks]."""
         for rank in silent:
-            self.server.send_signal(rank, signal.SIGUSR1)
+            if rank in self.server.pids and rank not in self.server.exit_statuses():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.server.pids[rank], signal.SIGUSR1)
         until = time.monotonic() + extend_under_load(_DUMP_S)
         dumped = {}
         for rank in silent:
             frames = read_dump(self.spec.stacks_path(rank), until=until)
-            user = next((frame for frame in frames if frame.is_users), None)
+            user = next(filter(is_users, frames), None)
             dumped[rank] = Position(
-                site=user.site if user else "",
-                code=user.code if user else "",
+                site=show_site(user),
+                code=show_code(user),
                 stack=show_stack(frames),
                 activity=Activity.HOLDS_GIL if frames else Activity.SILENT,
             )

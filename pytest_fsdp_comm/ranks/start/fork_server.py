@@ -269,6 +269,9 @@ class ServerDiedError(Exception):
 class RankServer(Protocol):
     """Starts and ends ranks on behalf of their supervisor."""
 
+    pids: dict[int, int]
+    """Maps ranks of the last rank set that this process may signal to their pids."""
+
     @property
     def has_died(self) -> bool:
         """Whether the server has ended although nobody closed it."""
@@ -296,9 +299,6 @@ class RankServer(Protocol):
         `ServerDiedError` if the server is gone.
         """
 
-    def send_signal(self, rank: int, number: int) -> None:
-        """Send a signal to a rank on this machine, if it is alive."""
-
     def fileno(self) -> int:
         """Return a descriptor that becomes readable when a rank ends."""
 
@@ -322,7 +322,6 @@ class ForkServer:
             ours, stalls_s=extend_under_load(_ANSWERED_WITHIN_S)
         )
         self.pids: dict[int, int] = {}
-        """The pids of the last rank set's ranks, keyed by rank; some may have ended."""
         self._exited: dict[int, int] = {}
         self._connections: list[Connection] = []
         self._status: int | None = None
@@ -390,11 +389,6 @@ class ForkServer:
             while self._connections:
                 self._connections.pop().close()
 
-    def send_signal(self, rank: int, number: int) -> None:
-        if rank not in self.exit_statuses():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pids[rank], number)
-
     def exit_statuses(self) -> dict[int, int]:
         self._process_replies(self._channel.receive_available())
         if self._channel.is_closed:
@@ -429,7 +423,6 @@ class ForkServer:
         ending.remove_directory(self._directory)
         self.kill()
         self._reap(ending.HURRIED_S)
-        ending.remove_directory(self._directory)  # ranks may have written files again
         return self._status
 
     def _reap(self, within_s: float) -> None:

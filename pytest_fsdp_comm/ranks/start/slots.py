@@ -114,11 +114,5 @@ def _is_free(file: Path) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def _hold_lock(file: Path) -> Iterator[None]:
-    descriptor = _open(file)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+def _hold_lock(file: Path) -> contextlib.closing[HeldSlots]:
+    return contextlib.closing(HeldSlots([file]))

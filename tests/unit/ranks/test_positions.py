@@ -6,13 +6,14 @@ import subprocess
 import sys
 import threading
 import time
+from traceback import FrameSummary
 from types import SimpleNamespace
 
 from torch.distributed import FileStore
 
 from pytest_fsdp_comm.gathering import Exchange, TextStore
 from pytest_fsdp_comm.ranks.hangs.position import _make_stack, is_waiting, read_position
-from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, drop_start_frames, show_stack
+from pytest_fsdp_comm.ranks.hangs.stacks import drop_start_frames, show_stack
 from pytest_fsdp_comm.ranks.rank import main
 from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 from pytest_fsdp_comm.ranks.wire.results import Activity
@@ -197,7 +198,7 @@ def test_rank_sharing_a_comparison_is_not_reporting(tmp_path):
 
 
 def frame(path, name="f"):
-    return StackFrame(path=path, line=1, name=name, code="g()" if path.startswith("/me") else "")
+    return FrameSummary(path, 1, name, line="g()" if path.startswith("/me") else "")
 
 
 def test_show_stack_shortens_deep_user_stacks():

@@ -30,6 +30,7 @@ class NoServer:
     """Rank 1 is no process, and has no watchdog."""
 
     def __init__(self):
+        self.pids = {}
         ours, theirs = Pipe()
         watchdog, closed = Pipe()
         closed.close()
@@ -38,9 +39,6 @@ class NoServer:
 
     def fileno(self):
         return NEVER_READABLE
-
-    def send_signal(self, rank, number):
-        pass
 
     def exit_statuses(self):
         return {}
