@@ -10,12 +10,7 @@ import pytest
 
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.options import MARKER_NAME, OPTIONS, find_first_page
-from pytest_fsdp_comm.reports.ci.outcomes import (
-    FailedTest,
-    Outcomes,
-    Place,
-    read_origin,
-)
+from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Outcomes, Place, read_origin
 from pytest_fsdp_comm.reports.explanation import Failure, write_headline
 from pytest_fsdp_comm.snapshots.failed_comparison import (
     HANGS_AT,
@@ -98,20 +93,16 @@ class CiSession:
         self._outcomes = outcomes = self._read_outcomes(session, exitstatus)
         from pytest_fsdp_comm.reports.ci import review  # noqa: PLC0415  # only for summaries and annotations
 
-        # Append to the step summary, because earlier sessions of this step may have written to it.
         step = self.step_summary if outcomes.has_news else None
-        targets = (("GITHUB_STEP_SUMMARY", step), ("--comm-summary", self.summary))
-        for name, path in targets:
+        for name, path, write in (
+            ("GITHUB_STEP_SUMMARY", step, _append),
+            ("--comm-summary", self.summary, write_atomically),
+        ):
             try:
                 if path is not None:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     summary = review.render_summary(outcomes, self._origin)
-                    text = summary.encode("utf-8", "replace").decode()
-                    if path is self.summary:
-                        write_atomically(path, text)
-                        continue
-                    with path.open("ab") as file:
-                        file.write(b"\n\n" * bool(file.tell()) + text.encode())
+                    write(path, summary.encode("utf-8", "replace").decode())
             except OSError as problem:
                 reason = f"{problem.filename}: {problem.strerror or problem}"
                 self._problems.append(printable(f"fsdp-comm: cannot write {name} ({reason})"))
@@ -175,6 +166,12 @@ class CiSession:
 
     def _find_place(self, path: Path, line: int) -> Place | None:
         return self._origin.place(path, line, root=self._config.rootpath)
+
+
+def _append(path: Path, text: str) -> None:
+    # Earlier sessions of this step may have written to the step summary.
+    with path.open("ab") as file:
+        file.write(b"\n\n" * bool(file.tell()) + text.encode())
 
 
 def _list_site_texts(failure: Failure | None) -> Iterator[tuple[str, str]]:

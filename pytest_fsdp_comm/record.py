@@ -142,20 +142,16 @@ def _simulate(options: argparse.Namespace) -> Iterator[object]:
         raise
 
 
-def _run_with_processes(options: argparse.Namespace) -> None:
-    script, *arguments = options.command
-    run_script(script, arguments, is_module=options.module)
-    # Python waits for these processes, too, but only after this program has reported that the
-    # script was too short. A process that is a rank fails, and its error must come first.
-    for process in multiprocessing.active_children() if options.world_size else ():
-        if not process.daemon:
-            process.join()
-
-
 def _run_and_get_status(options: argparse.Namespace) -> int:
     """Run a script; print its error as Python would, and return its exit status."""
+    script, *arguments = options.command
     try:
-        _run_with_processes(options)
+        run_script(script, arguments, is_module=options.module)
+        # Python waits for these processes, too, but only after this program has reported that the
+        # script was too short. A process that is a rank fails, and its error must come first.
+        for process in multiprocessing.active_children() if options.world_size else ():
+            if not process.daemon:
+                process.join()
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
             return ended.code or SAME

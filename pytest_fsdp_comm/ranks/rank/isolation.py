@@ -24,8 +24,6 @@ _PARENTS_PLUGINS = (
     "nfplugin",
     "stepwiseplugin",
     "pastebin",
-    "dsession",
-    "workerinteractor",
     # If one rank reran a test alone, it would hang in its first collective; see `session.reruns`.
     "rerunfailures",
     "fsdp-comm-ci",

@@ -51,7 +51,8 @@ class RankTemplate:
         self._terminal = unregister_parents_plugins(session.config)
         for extension in session.config.stash[EXTENSIONS]:
             extension.enter_rank(session.config)
-        self._plugin = RankPlugin(session.config)
+        has_state = random_state is not None
+        self._plugin = RankPlugin(session.config, shares_random_states=has_state)
         session.config.pluginmanager.register(self._plugin, "fsdp-comm-rank")
         processes.forget_exit_functions()
         for item in session.items:
@@ -105,7 +106,7 @@ class RankTemplate:
         if self._random_state is not None:
             # Python reseeds `random` in a forked child, so restore the parent's state.
             random.setstate(cast("tuple[Any, ...]", self._random_state))
-        self._plugin.bind(channel, spec, rank, shares_random_states=self._random_state is not None)
+        self._plugin.bind(channel, spec, rank)
         rank_pid = getpid()
         command: messages.RankCommand | None = messages.RunTest(
             item_index=spec.item_index, next_test=spec.next_test
@@ -122,21 +123,19 @@ class RankTemplate:
             session.config.stash[RANK_CONTEXT] = context
             item.stash[SETTINGS] = spec.settings  # may include ranks that the marker does not list
             channel.send(messages.TestBegun())
-            payloads, escaped, session_exit = _run_item(item, nextitem)
+            ended = _run_item(item, nextitem)
             # If this is a child that the test forked, a plugin may have caught the exception that
             # should have ended it, so end it here.
             processes.end_forked_child(rank_pid, None)
             if next_test.is_none:
                 self._run_exit_functions(item)
-            ended = messages.TestEnded(
-                payloads=payloads,
-                escaped=escaped,
-                session_exit=session_exit,
+            ended = dataclasses.replace(
+                ended,
                 further_ranks=self._plugin.further_ranks(),
                 can_run_another=self._plugin.can_run_another_test(),
             )
             context.exchange.leave()
-            if launched and (payloads is None or self._plugin.has_failed):
+            if launched and (ended.payloads is None or self._plugin.has_failed):
                 # Launched ranks are not killed after a failure, so this rank has to leave the
                 # group; otherwise its peers would keep waiting for it.
                 self._plugin.leave_group()
@@ -189,26 +188,25 @@ def _make_rank_context(
     )
 
 
-def _run_item(
-    item: pytest.Item, nextitem: pytest.Item | None
-) -> tuple[tuple[str, ...] | None, str | None, SessionExit | None]:
-    """Run a test's protocol; return `payloads`, `escaped` and `session_exit` of `TestEnded`."""
+def _run_item(item: pytest.Item, nextitem: pytest.Item | None) -> messages.TestEnded:
     # Do not ask extensions for payloads after an exception: the session can be in any state then.
     try:
         item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
     except pytest.exit.Exception as error:
         status = pytest.ExitCode.INTERRUPTED if error.returncode is None else error.returncode
-        reason = shorten(str(error.msg))
-        return None, None, SessionExit(status=int(status), reason=reason)
+        session_exit = SessionExit(status=int(status), reason=shorten(str(error.msg)))
+        return messages.TestEnded(session_exit=session_exit)
     except KeyboardInterrupt as error:
         reason = f"interrupted at {find_raise_site(error) or 'an unknown line'}"
-        return None, None, SessionExit(status=int(pytest.ExitCode.INTERRUPTED), reason=reason)
+        session_exit = SessionExit(status=int(pytest.ExitCode.INTERRUPTED), reason=reason)
+        return messages.TestEnded(session_exit=session_exit)
     except BaseException as error:  # noqa: BLE001  # from a plugin
         message = shorten(str(error))
         name = type(error).__name__
-        return None, f"{name}: {message}" if message else name, None
+        return messages.TestEnded(escaped=f"{name}: {message}" if message else name)
     extensions = item.config.stash[EXTENSIONS]
-    return tuple(dump_tagged(extension.rank_payload(item)) for extension in extensions), None, None
+    payloads = tuple(dump_tagged(extension.rank_payload(item)) for extension in extensions)
+    return messages.TestEnded(payloads=payloads)
 
 
 def save_coverage() -> None:

@@ -72,8 +72,10 @@ def _make_phase_hook(when: str) -> object:
 class RankPlugin:
     """Implements a rank's pytest hooks; created before the fork, and bound to the rank after it."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config, *, shares_random_states: bool) -> None:
+        """Prepare the hooks; if random states are not shared, a test's setup makes them equal."""
         self._config = config
+        self._shares_random_states = shares_random_states
         self._logs: list[_Log] = []
         self._has_failed_subtest = False
         # Contexts that begin before a test's first fixture and end after its last teardown.
@@ -83,18 +85,8 @@ class RankPlugin:
         self._real: RealGroups | None = None
         capture_subtests(self._collect_subtest_output)
 
-    def bind(
-        self,
-        channel: Channel[RankCommand],
-        spec: RankSetSpec,
-        rank: int,
-        *,
-        shares_random_states: bool,
-    ) -> None:
-        """Connect the hooks to a rank; if random states are not shared, setup makes them equal."""
-        self._shares_random_states = shares_random_states
-        # If ranks run several tests, each test starts with the random states of the first.
-        self._keeps_random_states = spec.settings.scope == "module"
+    def bind(self, channel: Channel[RankCommand], spec: RankSetSpec, rank: int) -> None:
+        """Connect the hooks to a rank."""
         self._group: object = None
         self._random_states: list[Any] | None = None
         self.has_failed = False
@@ -153,7 +145,8 @@ class RankPlugin:
             self._group = process_group.join_group(context)
             if not self._shares_random_states:
                 processes.equalize_random_states(context.exchange)
-            if self._keeps_random_states:
+            if settings.scope == "module":
+                # Each test that these ranks run starts with the random states of the first test.
                 self._random_states = processes.read_random_states()
         elif self._random_states is not None:
             processes.restore_random_states(self._random_states)

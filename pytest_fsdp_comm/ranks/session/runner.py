@@ -9,6 +9,7 @@ import math
 import os
 import random
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -41,12 +42,7 @@ from pytest_fsdp_comm.ranks.rank.process_group import count_gpus_of_ranks
 from pytest_fsdp_comm.ranks.session.reruns import run_with_reruns
 from pytest_fsdp_comm.ranks.session.supervision import Supervision
 from pytest_fsdp_comm.ranks.session.verdict import merge_reports, merge_user_properties
-from pytest_fsdp_comm.ranks.start.ending import (
-    HURRIED_S,
-    PATIENCE_S,
-    make_session_directory,
-    remove_directory,
-)
+from pytest_fsdp_comm.ranks.start.ending import HURRIED_S, PATIENCE_S, remove_directory
 from pytest_fsdp_comm.ranks.start.fork_server import (
     RankServer,
     RunRank,
@@ -118,7 +114,7 @@ class RankRunner:
         is_bounded = self._launched is None
         options, gpus = self._session.config.stash[OPTIONS], self._gpus() if is_bounded else ()
         with contextlib.ExitStack() as undo:
-            directory = make_session_directory()
+            directory = Path(tempfile.mkdtemp(prefix="fsdp-comm-"))
             undo.callback(remove_directory, directory)
             self._slots = Slots(
                 self._shared_slots or directory / "slots",
@@ -199,10 +195,7 @@ class RankRunner:
         results = self._run_until_ranks_suffice(item, nextitem)
         load = partial(item.config.hook.pytest_report_from_serializable, config=item.config)
         reports = merge_reports(
-            item,
-            results,
-            lambda data: load(data=data),
-            limit=_limit_of(item)[1],
+            item, results, lambda data: load(data=data), limit=_limit_of(item)[1]
         )
         _replay_warnings(item.config, results.values())
         exits = {rank: each.session_exit for rank, each in results.items() if each.session_exit}

@@ -102,11 +102,7 @@ class _Failure:
 
 
 def merge_reports(
-    item: pytest.Item,
-    results: Mapping[int, RankResult],
-    load: LoadReport,
-    *,
-    limit: str,
+    item: pytest.Item, results: Mapping[int, RankResult], load: LoadReport, *, limit: str
 ) -> list[pytest.TestReport]:
     """Merge the reports of all ranks into the reports that pytest logs for the test.
 

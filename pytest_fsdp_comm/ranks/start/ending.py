@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from os import getpid
@@ -124,11 +123,6 @@ def _list_child_pids(pid: int) -> list[int]:
 
 
 _REMOVED_WITHIN_S = 1.0
-
-
-def make_session_directory() -> Path:
-    """Create the directory in which each rank set of a session gets a subdirectory."""
-    return Path(tempfile.mkdtemp(prefix="fsdp-comm-"))
 
 
 def remove_directory(directory: Path) -> None:

@@ -80,9 +80,9 @@ class Debugging:
 class TestEnded:
     """Reports that the rank has finished the test and is waiting for the next command."""
 
-    payloads: tuple[str, ...] | None
+    payloads: tuple[str, ...] | None = None
     """The serialized payload of each `RankExtension`; None if pytest's protocol raised."""
-    escaped: str | None
+    escaped: str | None = None
     """The exception that pytest's protocol raised, in words; None if there was none."""
     session_exit: SessionExit | None = None
     further_ranks: tuple[int, ...] = ()

@@ -2,15 +2,20 @@
 
 import threading
 
+import pytest
+
 from pytest_fsdp_comm.ranks.start import ending
-from pytest_fsdp_comm.ranks.start.ending import (
-    make_session_directory,
-    remove_directory,
-)
+from pytest_fsdp_comm.ranks.start.ending import remove_directory
 
 
-def test_remove_directory_while_files_are_written(monkeypatch):
-    directory = make_session_directory()
+@pytest.fixture
+def directory(tmp_path):
+    directory = tmp_path / "session"
+    directory.mkdir()
+    return directory
+
+
+def test_remove_directory_while_files_are_written(directory, monkeypatch):
     rmtree = ending.shutil.rmtree
     writes = iter(range(3))
 
@@ -28,15 +33,13 @@ def test_remove_directory_while_files_are_written(monkeypatch):
     assert next(writes, None) is None
 
 
-def test_a_directory_that_cannot_be_removed_is_left(monkeypatch):
-    directory = make_session_directory()
+def test_a_directory_that_cannot_be_removed_is_left(directory, monkeypatch):
     monkeypatch.setattr(ending.shutil, "rmtree", lambda *_, **__: None)
     remove_directory(directory)  # returns
     directory.rmdir()
 
 
-def test_two_processes_may_remove_the_same_directory():
-    directory = make_session_directory()
+def test_two_processes_may_remove_the_same_directory(directory):
     removing = [threading.Thread(target=remove_directory, args=(directory,)) for _ in range(2)]
     for thread in removing:
         thread.start()
