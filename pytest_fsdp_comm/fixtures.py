@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -22,18 +21,6 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.fsdp_tree import TreeFactory
     from pytest_fsdp_comm.recording.comm_mode import CommMode
     from pytest_fsdp_comm.snapshots.extension import CommSnapshot
-
-# Maps fixtures to the modules that they import when a test first requests them.
-_IMPORTED: Final = {
-    "comm_mode": "pytest_fsdp_comm.recording.comm_mode",
-    "fsdp_tree": "pytest_fsdp_comm.fsdp_tree",
-}
-
-
-def list_fixture_modules(items: Iterable[pytest.Item]) -> list[str]:
-    """Return the modules that fixtures of `items` import, to load them before ranks are forked."""
-    fixtures = {name for item in items for name in getattr(item, "fixturenames", ())}
-    return [module for name, module in _IMPORTED.items() if name in fixtures]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

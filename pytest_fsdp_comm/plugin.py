@@ -122,10 +122,9 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Start the fork server before a test can make forks unsafe."""
-    items = [item for item in session.items if marker.uses_plugin(item)]
     launched = session.config.stash[options.OPTIONS].launched
-    if items and _CAN_FORK:
-        _prepare_ranks(session, items, launched)
+    if any(map(marker.uses_plugin, session.items)) and _CAN_FORK:
+        _prepare_ranks(session, launched)
     elif launched:
         # Under a launcher, tests that do not use this plugin run in every process, so let each
         # process print its results.
@@ -144,9 +143,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.fail(_NEEDS_FORK, pytrace=False)
 
 
-def _prepare_ranks(
-    session: pytest.Session, items: Iterable[pytest.Item], launched: LaunchedRank | None
-) -> None:
+def _prepare_ranks(session: pytest.Session, launched: LaunchedRank | None) -> None:
     from pytest_fsdp_comm.ranks.session import runner  # noqa: PLC0415  # few sessions need it
     from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # as above
 
@@ -161,14 +158,13 @@ def _prepare_ranks(
         main.run_spawned_rank(session)
     if config.option.collectonly:
         return
-    preloaded = fixtures.list_fixture_modules(items)
-    distributed = [item for item in items if options.SETTINGS in item.stash]
+    distributed = [item for item in session.items if options.SETTINGS in item.stash]
     if launched:
         from pytest_fsdp_comm.ranks import launched as launch  # noqa: PLC0415  # as above
 
-        launch.join_session(session, launched, preloaded=preloaded)
+        launch.join_session(session, launched)
     elif distributed:
-        ranks = runner.RankRunner(session, distributed, preloaded=preloaded)
+        ranks = runner.RankRunner(session, distributed)
         config.add_cleanup(ranks.close)
         ranks.start()
 

@@ -13,7 +13,7 @@ from platform import python_version
 from typing import Any, Final
 
 import pytest
-from syrupy.assertion import AssertionResult, SnapshotAssertion
+from syrupy.assertion import AssertionResult
 
 from pytest_fsdp_comm.comm.events import Recording
 from pytest_fsdp_comm.comm.profile import CommProfile, fold
@@ -93,10 +93,8 @@ class Notes:
 
     # The next methods are called in the process that runs the test; see Note [Records of ranks].
 
-    def note_comparison(self, assertion: SnapshotAssertion, values: Mapping[str, object]) -> None:
+    def note_comparison(self, assertion: CommSnapshot, values: Mapping[str, object]) -> None:
         """Store the results of a comparison, and explain differences while the values exist."""
-        if not isinstance(assertion, CommSnapshot):
-            raise TypeError(f"expected a CommSnapshot, got {assertion!r}")
         room = max(0, _MAX_COMPARISONS - len(self._compared))
         for name, result in assertion.last_results[:room]:
             value = values[name]

@@ -15,7 +15,6 @@ import time
 import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Final, NoReturn
@@ -57,9 +56,7 @@ _ENDS_TESTS_WITHIN_S: Final = 30.0
 # ends, because a launched process cannot be replaced.
 
 
-def join_session(
-    session: pytest.Session, launched: LaunchedRank, *, preloaded: Sequence[str]
-) -> None:
+def join_session(session: pytest.Session, launched: LaunchedRank) -> None:
     """On rank 0, start the runners of the session's tests; other ranks run tests and exit."""
     environment = pytest.MonkeyPatch()
     environment.setenv(INSIDE_VARIABLE, "1")
@@ -82,7 +79,7 @@ def join_session(
     if not launched.is_leader:
         become()
     if simulated:
-        forked = RankRunner(session, simulated, preloaded=preloaded)
+        forked = RankRunner(session, simulated)
         session.config.add_cleanup(forked.close)
         forked.start()  # before this process does anything that makes a fork unsafe
     own_rank = _start_own_rank(session.config, become)
@@ -157,7 +154,7 @@ def become_rank(session: pytest.Session, launched: LaunchedRank, tests: Sequence
     name = f"rank {launched.rank} on {socket.gethostname()}"
     status = int(pytest.ExitCode.TESTS_FAILED)
     capture: Any = session.config.pluginmanager.get_plugin("capturemanager")
-    with capture.global_and_fixture_disabled() if capture else nullcontext():
+    with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
         stderr = os.dup(2)
     try:
         ending.adopt_orphans()
@@ -169,7 +166,7 @@ def become_rank(session: pytest.Session, launched: LaunchedRank, tests: Sequence
     except BaseException:  # noqa: BLE001  # only rank 0's pytest reports
         os.write(stderr, f"fsdp-comm: {name}:\n{traceback.format_exc()}".encode())
     finally:
-        with suppress(BaseException):
+        with contextlib.suppress(BaseException):
             save_coverage()
             ending.kill_children([], within_s=ending.HURRIED_S)  # processes that tests left running
         os._exit(status)

@@ -276,7 +276,6 @@ class RankPlugin:
                     category_name=warning_message.category.__qualname__,
                     filename=warning_message.filename,
                     lineno=warning_message.lineno,
-                    when=when,
                     nodeid=nodeid,
                     location=location,
                 )

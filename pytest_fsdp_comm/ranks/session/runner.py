@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import itertools
 import math
@@ -44,6 +43,7 @@ from pytest_fsdp_comm.ranks.session.supervision import Supervision
 from pytest_fsdp_comm.ranks.session.verdict import merge_reports, merge_user_properties
 from pytest_fsdp_comm.ranks.start.ending import HURRIED_S, PATIENCE_S, remove_directory
 from pytest_fsdp_comm.ranks.start.fork_server import (
+    FIXTURE_MODULES,
     RankServer,
     RunRank,
     ServerDiedError,
@@ -68,8 +68,6 @@ class _NotStartedError(Exception):
 class RankRunner:
     """Starts and supervises ranks, and reports the tests that they run."""
 
-    _directory: Path
-    """The directory in which each rank set gets a subdirectory."""
     _slots: Slots
 
     def __init__(
@@ -78,16 +76,12 @@ class RankRunner:
         items: Collection[pytest.Item],
         *,
         launched: RankServer | None = None,
-        preloaded: Sequence[str] = (),
     ) -> None:
-        """Run `items` on the `launched` ranks, or, if None, on ranks of a server that this starts.
-
-        The server imports the modules `preloaded`.
-        """
+        """Run `items` on the `launched` ranks, or, if None, on the ranks of a new server."""
         self._session = session
         self._items = {*items}
-        self._preloaded = preloaded
         self._launched = launched
+        self._directory = _make_session_directory()
         # The directory of the slots that xdist workers share; None without xdist.
         self._shared_slots = _shared_slots(session.config)
         self._indices = {item: index for index, item in enumerate(session.items)}
@@ -113,31 +107,27 @@ class RankRunner:
         # the GPU whose index is its local rank.
         is_bounded = self._launched is None
         options, gpus = self._session.config.stash[OPTIONS], self._gpus() if is_bounded else ()
-        with contextlib.ExitStack() as undo:
-            directory = Path(tempfile.mkdtemp(prefix="fsdp-comm-"))
-            undo.callback(remove_directory, directory)
-            self._slots = Slots(
-                self._shared_slots or directory / "slots",
-                ranks=options.rank_slots if is_bounded else None,
-                gpus=gpus,
+        self._slots = Slots(
+            self._shared_slots or self._directory / "slots",
+            ranks=options.rank_slots if is_bounded else None,
+            gpus=gpus,
+        )
+        self._fallback_reason = "" if self._launched else find_reason_to_spawn(options.start)
+        if self._launched:
+            self._server = self._launched
+        elif self._fallback_reason:
+            self._server = spawn_server(self._session.config, self._directory, self._terminal)
+        else:
+            fixtures = {name for item in self._items for name in getattr(item, "fixturenames", ())}
+            self._server = fork_server(
+                self._prepare_ranks,
+                self._directory,
+                [module for name, module in FIXTURE_MODULES.items() if name in fixtures],
+                # Importing torch takes 2 s of CPU time, which is wasted if this xdist worker gets
+                # no distributed test. But import it now if there are slots, because other workers
+                # would have to wait for this worker's slots while it imports torch.
+                is_lazy=self._shared_slots is not None and not (gpus or options.rank_slots),
             )
-            self._fallback_reason = "" if self._launched else find_reason_to_spawn(options.start)
-            if self._launched:
-                self._server = self._launched
-            elif self._fallback_reason:
-                self._server = spawn_server(self._session.config, directory, self._terminal)
-            else:
-                self._server = fork_server(
-                    self._prepare_ranks,
-                    directory,
-                    self._preloaded,
-                    # Importing torch takes 2 s of CPU time, which is wasted if this xdist worker
-                    # gets no distributed test. But import it now if there are slots, because other
-                    # workers would have to wait for this worker's slots while it imports torch.
-                    is_lazy=self._shared_slots is not None and not (gpus or options.rank_slots),
-                )
-            undo.pop_all()
-        self._directory = directory
         if self._fallback_reason and options.start == "auto":
             _show_remark(
                 self._session.config,
@@ -148,24 +138,22 @@ class RankRunner:
 
     def _close_server(self) -> int | None:
         server, self._server = self._server, None
-        if server is None:
-            return None
         try:
-            return server.close()
+            return None if server is None else server.close()
         finally:
             remove_directory(self._directory)
 
     def _replace_server(self) -> str:
         """Replace a fork server that has died; return in words how the old server ended."""
         status = self._close_server()
+        self._directory = _make_session_directory()
         self._start_server()
         if not status:  # the status is also 0 if a test has reaped the server
             return "has ended"
         return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
 
     def _gpus(self) -> tuple[str, ...]:
-        settings = (item.stash.get(SETTINGS, None) for item in self._session.items)
-        if not any(setting is not None and count_gpus_of_ranks(setting) for setting in settings):
+        if not any(count_gpus_of_ranks(item.stash[SETTINGS]) for item in self._items):
             return ()  # counting GPUs would import torch in this process
         return visible_gpu_names(os.environ, visible_gpu_count())
 
@@ -202,7 +190,7 @@ class RankRunner:
         if exits:
             _exit_session(item, exits, reports)
             return reports
-        reports = self._run_extensions(item, results, reports)
+        self._run_extensions(item, results, reports)
         merge_user_properties(reports, results)
         return reports
 
@@ -409,7 +397,7 @@ class RankRunner:
 
     def _run_extensions(
         self, item: pytest.Item, results: Mapping[int, RankResult], reports: list[pytest.TestReport]
-    ) -> list[pytest.TestReport]:
+    ) -> None:
         """Pass all ranks' payloads to the extensions; fail the test if they return problems."""
         # Here an xfail counts as a failure, because the test did not run to its end.
         has_failed = any(
@@ -437,7 +425,6 @@ class RankRunner:
                 blamed = next((report for report in reports if report.when == "call"), reports[0])
                 blamed.outcome = "failed"
                 blamed.longrepr = text
-        return reports
 
 
 def _replay_warnings(config: pytest.Config, results: Iterable[RankResult]) -> None:
@@ -446,7 +433,7 @@ def _replay_warnings(config: pytest.Config, results: Iterable[RankResult]) -> No
         config.hook.pytest_warning_recorded.call_historic(
             kwargs={
                 "warning_message": _rebuild_warning(warning),
-                "when": warning.when,
+                "when": "runtest",
                 "nodeid": warning.nodeid,
                 "location": warning.location,
             }
@@ -484,6 +471,11 @@ def _exit_session(
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     pytest.exit(text, returncode=next(iter(exits.values())).status)
+
+
+def _make_session_directory() -> Path:
+    """Create the directory in which each rank set gets a subdirectory."""
+    return Path(tempfile.mkdtemp(prefix="fsdp-comm-"))
 
 
 def _show_remark(config: pytest.Config, text: str) -> None:

@@ -45,6 +45,12 @@ PRELOADED = (
     "torch.testing._internal.distributed.fake_pg",
 )
 
+# The server also imports the modules of these fixtures, if a test requests them.
+FIXTURE_MODULES = {
+    "comm_mode": "pytest_fsdp_comm.recording.comm_mode",
+    "fsdp_tree": "pytest_fsdp_comm.fsdp_tree",
+}
+
 _HUNG_UP_POLL_S = 0.05
 
 RunRank = Callable[[messages.RankSetSpec, int, tuple[int, int]], NoReturn]
@@ -64,12 +70,7 @@ def serve(
     `prepare` does the work that all ranks share, and returns the function to run in each rank. With
     `is_lazy`, the server imports the `preloaded` modules only when the first request arrives.
     """
-    ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-    before: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
-    with contextlib.suppress(OSError):  # this process may already lead its own process group
-        os.setpgid(0, 0)
-    adopts = ending.adopt_orphans()
-    server: _Server | None = None
+    server = _Server(channel)
     status = 0
     collects = gc.isenabled()
     try:
@@ -82,11 +83,10 @@ def serve(
             # test that needs the module will fail with the same error.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
-        ranks_signals = {**before, signal.SIGINT: signal.default_int_handler}
-        server = _Server(channel, prepare(), ranks_signals, adopts=adopts)
+        run_rank = prepare()
         if collects:
             gc.enable()
-        server.run()
+        server.run(run_rank)
     except BaseException as error:  # noqa: BLE001  # must not reach the copied pytest session
         reason = str(error) if isinstance(error, FsdpCommError) else traceback.format_exc()
         with contextlib.suppress(OSError):
@@ -94,8 +94,7 @@ def serve(
         status = 1
     finally:
         try:
-            if server is not None:
-                server.kill_all()
+            server.kill_all()
         finally:
             # The pytest process removes the directory, too, but it may have been killed.
             ending.remove_directory(directory)
@@ -114,30 +113,32 @@ class _RankSet:
 
 
 class _Server:
-    def __init__(
-        self,
-        channel: Channel[messages.ServerRequest],
-        run_rank: RunRank,
-        ranks_signals: Mapping[int, Any],
-        *,
-        adopts: bool,
-    ) -> None:
+    def __init__(self, channel: Channel[messages.ServerRequest]) -> None:
         self._pid = getpid()
         self._parent = os.getppid()
         self._channel = channel
-        self._socket = socket.socket(fileno=os.dup(channel.fileno()))
-        self._run_rank = run_rank
-        self._ranks_signals = {signal.SIGCHLD: signal.SIG_DFL, **ranks_signals}
-        self._adopts = adopts
         self._set: _RankSet | None = None
         self._unended: list[int] = []  # pids that SIGKILL did not end
+        self._ranks_signals: dict[int, Any] = {
+            number: signal.signal(number, signal.SIG_IGN)
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+        }
+        self._ranks_signals |= {
+            signal.SIGINT: signal.default_int_handler,
+            signal.SIGCHLD: signal.SIG_DFL,
+        }
+        with contextlib.suppress(OSError):  # this process may already lead its own process group
+            os.setpgid(0, 0)
+        self._adopts = ending.adopt_orphans()
+
+    def run(self, run_rank: RunRank) -> None:
+        self._run_rank = run_rank
+        self._socket = socket.socket(fileno=os.dup(self._channel.fileno()))
         self._wakeup, self._write_end = socket.socketpair()
         for end in (self._wakeup, self._write_end):
             end.settimeout(0.0)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._write_end.fileno(), warn_on_full_buffer=False)
-
-    def run(self) -> None:
         while True:
             ends: list[Any] = [self._channel, self._wakeup]
             readable, _, _ = select.select(ends, [], [])

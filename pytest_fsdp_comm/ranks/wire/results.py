@@ -121,14 +121,13 @@ class PhaseReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarningSeen:
-    """A warning that a rank raised; see `pytest.hookspec.pytest_warning_recorded`."""
+    """A warning that a test raised; see `pytest.hookspec.pytest_warning_recorded`."""
 
     text: str
     category_module: str
     category_name: str
     filename: str
     lineno: int
-    when: str
     nodeid: str
     location: tuple[str, int, str] | None
     """File, line and function, if pytest knows them."""
