@@ -53,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
         f"{options.MARKER_SIGNATURE}: run the test on several ranks, one process each.{arguments}",
     )
     settings = config.stash[options.OPTIONS] = options.read_session_options(config)
+    launched = settings.launched
+    is_rank = is_spawned_rank() or (launched is not None and not launched.is_leader)
     if config.pluginmanager.has_plugin("syrupy"):
         config.pluginmanager.register(unused.UnusedSnapshots(config), "fsdp-comm-unused")
         from pytest_fsdp_comm.snapshots import plain_snapshot  # noqa: PLC0415  # it imports syrupy
@@ -63,11 +65,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if settings.report_dir is not None:
         from pytest_fsdp_comm import run_report  # noqa: PLC0415  # only for a report
 
-        run_report.register(config, settings.report_dir)
+        run_report.register(config, settings.report_dir, is_rank=is_rank)
     github = {"GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"}
     has_summary = settings.summary_file or not github.isdisjoint(os.environ)
-    is_main = not (hasattr(config, "workerinput") or is_spawned_rank())
-    if has_summary and is_main and (settings.launched is None or settings.launched.is_leader):
+    if has_summary and not (is_rank or hasattr(config, "workerinput")):
         from pytest_fsdp_comm import ci_session  # noqa: PLC0415  # only for summaries and annotations
 
         config.pluginmanager.register(ci_session.CiSession(config, os.environ), "fsdp-comm-ci")

@@ -18,9 +18,8 @@ from syrupy.assertion import AssertionResult
 from pytest_fsdp_comm.comm.events import Recording
 from pytest_fsdp_comm.comm.profile import CommProfile, fold
 from pytest_fsdp_comm.errors import FsdpCommError, printable
-from pytest_fsdp_comm.launch_environment import is_spawned_rank
 from pytest_fsdp_comm.marker import may_record, uses_plugin
-from pytest_fsdp_comm.options import OBSERVER, OPTIONS, SETTINGS, find_first_page, join_paths
+from pytest_fsdp_comm.options import OBSERVER, SETTINGS, find_first_page, join_paths
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.reports.ci.outcomes import read_origin
 from pytest_fsdp_comm.reports.html.values import (
@@ -58,12 +57,10 @@ _MAX_COMPARISONS: Final = 50
 _UNCOMPARED: Final = Compared(name="", kind="comm", verdict="uncompared")
 
 
-def register(config: pytest.Config, place: Path) -> None:
+def register(config: pytest.Config, place: Path, *, is_rank: bool) -> None:
     """Register the plugins that this process needs for the report."""
     if config.option.collectonly:
         return
-    launched = config.stash[OPTIONS].launched
-    is_rank = is_spawned_rank() or (launched is not None and not launched.is_leader)
     notes = config.stash[OBSERVER] = Notes()
     config.pluginmanager.register(notes, "fsdp-comm-notes")
     if not is_rank:

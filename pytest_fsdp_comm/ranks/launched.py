@@ -62,7 +62,6 @@ def join_session(session: pytest.Session, launched: LaunchedRank) -> None:
     environment.setenv(INSIDE_VARIABLE, "1")
     # The process may run another session later, so restore its environment at the end of this one.
     session.config.add_cleanup(environment.undo)
-    tests = tuple(_describe_plan(item) for item in session.items)
     simulated, real = [], []
     for item in session.items:
         if (settings := item.stash.get(SETTINGS, None)) is None:
@@ -75,7 +74,7 @@ def join_session(session: pytest.Session, launched: LaunchedRank) -> None:
             size = settings.world_size
             reason = f"needs {size} ranks, but {launched.launcher} started {launched.world_size}"
             item.add_marker(pytest.mark.skip(reason=reason))
-    become = partial(become_rank, session, launched, tests)
+    become = partial(become_rank, session, launched)
     if not launched.is_leader:
         become()
     if simulated:
@@ -88,7 +87,7 @@ def join_session(session: pytest.Session, launched: LaunchedRank) -> None:
     session.config.add_cleanup(runner.close)
     _install_sigterm_handler(session)
     runner.start()
-    ranks.meet(tests)
+    ranks.meet()
 
 
 def _start_own_rank(config: pytest.Config, become: Callable[[], NoReturn]) -> int:
@@ -129,7 +128,7 @@ def _install_sigterm_handler(session: pytest.Session) -> None:
     session.config.add_cleanup(restore)
 
 
-def _describe_plan(item: pytest.Item) -> str:
+def _describe_test(item: pytest.Item) -> str:
     settings = item.stash.get(SETTINGS, None)
     if settings is None:
         return item.nodeid
@@ -148,7 +147,7 @@ class _EndedError(Exception):
     """Raised if this process has to exit before the session has ended; the message says why."""
 
 
-def become_rank(session: pytest.Session, launched: LaunchedRank, tests: Sequence[str]) -> NoReturn:
+def become_rank(session: pytest.Session, launched: LaunchedRank) -> NoReturn:
     """Run this process as a rank until rank 0's process ends the session, then exit."""
     # Never return to pytest: only rank 0's process may write reports, caches and snapshots.
     name = f"rank {launched.rank} on {socket.gethostname()}"
@@ -159,7 +158,7 @@ def become_rank(session: pytest.Session, launched: LaunchedRank, tests: Sequence
     try:
         ending.adopt_orphans()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, rank 0 ends this process
-        _obey_rank_zero(session, launched, tests)
+        _obey_rank_zero(session, launched)
         status = 0
     except _EndedError as error:
         os.write(stderr, f"fsdp-comm: {name}: {error}\n".encode())
@@ -172,8 +171,8 @@ def become_rank(session: pytest.Session, launched: LaunchedRank, tests: Sequence
         os._exit(status)
 
 
-def _obey_rank_zero(session: pytest.Session, launched: LaunchedRank, tests: Sequence[str]) -> None:
-    channel, watchdog_channel = _join_rank_zero(session, launched, tests)
+def _obey_rank_zero(session: pytest.Session, launched: LaunchedRank) -> None:
+    channel, watchdog_channel = _join_rank_zero(session, launched)
     command: messages.RankCommand | None = channel.receive()
     if isinstance(command, messages.Welcome):
         items = session.items
@@ -197,7 +196,7 @@ def _obey_rank_zero(session: pytest.Session, launched: LaunchedRank, tests: Sequ
 
 
 def _join_rank_zero(
-    session: pytest.Session, launched: LaunchedRank, tests: Sequence[str]
+    session: pytest.Session, launched: LaunchedRank
 ) -> tuple[Channel[messages.RankCommand], Channel[Any]]:
     try:
         store = connect_store(launched, timeout_s=_MEET_TIMEOUT_S)
@@ -222,9 +221,9 @@ def _join_rank_zero(
             f"could not collect all tests ({session.testsfailed} errors); run `pytest "
             "--collect-only` there to see them"
         )
-    host = socket.gethostname()
+    host, tests = socket.gethostname(), tuple(map(_describe_test, session.items))
     joined = messages.Joined(
-        token=token, rank=launched.rank, host=host, tests=tuple(tests), problem=problem
+        token=token, rank=launched.rank, host=host, tests=tests, problem=problem
     )
     channel.send(joined)
     watchdog.send(messages.Joined(token=token, rank=launched.rank, host=host, tests=None))
@@ -246,9 +245,10 @@ class LaunchedRanks:
         self._exited: dict[int, int | str] = {}
         self._silence = Pipe()  # its end for `fileno` never becomes readable: poll
 
-    def meet(self, tests: Sequence[str]) -> None:
+    def meet(self) -> None:
         """Wait until all ranks have joined; fail unless all collected the same tests."""
         launched, config = self._launched, self._session.config
+        tests = [_describe_test(item) for item in self._session.items]
         from torch.distributed import DistError  # noqa: PLC0415  # only needed with a launcher
 
         try:

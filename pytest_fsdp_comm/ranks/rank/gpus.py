@@ -64,9 +64,7 @@ def blame_missing_gpu_in_errors() -> None:
     """Make CUDA errors in this process and its children blame the missing GPU, not the fork."""
     torch: Any = sys.modules.get("torch")
     is_in_bad_fork = getattr(getattr(torch, "cuda", None), "_is_in_bad_fork", lambda: False)
-    if not is_in_bad_fork():
-        return
-    text = no_gpu_error(torch)
+    text = no_gpu_error(torch) if is_in_bad_fork() else ""
     if not text:
         return
 

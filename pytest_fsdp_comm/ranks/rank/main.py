@@ -89,7 +89,7 @@ class RankTemplate:
         # pytest made faulthandler dump to the terminal, where it would garble the progress line.
         faulthandler.enable(file=2)
         _dump_stack_on_signal(spec, rank)
-        process_group.set_environment(spec.settings, rank, spec.gpus, launched)
+        process_group.set_environment(spec, rank, launched)
         processes.put_sockets_below(spec.directory)
         basetemp = spec.basetemp / f"rank{rank}-{spec.directory.name}"
         isolate_session(session.config, basetemp=basetemp)

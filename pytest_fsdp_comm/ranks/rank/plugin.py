@@ -50,17 +50,14 @@ def _make_phase_hook(when: str) -> object:
         ):
             try:
                 result = yield
-            except FsdpCommError as error:
-                if self._answers is None:
+            except (FsdpCommError, RuntimeError) as error:
+                if self._answers is None:  # the test is not simulated
                     raise
-                from pytest_fsdp_comm.simulation.world import strip_inner_frames  # noqa: PLC0415  # as below
+                from pytest_fsdp_comm.simulation import world  # noqa: PLC0415  # loads torch
 
-                raise strip_inner_frames(error) from None
-            except RuntimeError as error:
-                if self._answers is not None:
-                    from pytest_fsdp_comm.simulation.world import add_memory_remedy  # noqa: PLC0415  # as below
-
-                    add_memory_remedy(error)
+                if isinstance(error, FsdpCommError):
+                    raise world.strip_inner_frames(error) from None
+                world.add_memory_remedy(error)
                 raise
             if when == "call" and self._real is not None:
                 self._real.check_used()

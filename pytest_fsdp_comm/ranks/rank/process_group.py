@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
@@ -53,15 +53,11 @@ def count_gpus_of_ranks(settings: DistributedSettings) -> int:
     return sum(device_of(settings, rank).startswith("cuda") for rank in settings.ranks)
 
 
-def set_environment(
-    settings: DistributedSettings,
-    rank: int,
-    gpus: Sequence[str] = (),
-    launched: LaunchedRank | None = None,
-) -> None:
-    """Set torchrun's variables and torch's thread count; if there are `gpus`, hide other GPUs."""
-    if gpus:
-        os.environ[visible_gpus_variable(os.environ)] = ",".join(gpus)
+def set_environment(spec: RankSetSpec, rank: int, launched: LaunchedRank | None) -> None:
+    """Set torchrun's variables and torch's thread count; hide the GPUs of other rank sets."""
+    settings = spec.settings
+    if spec.gpus:
+        os.environ[visible_gpus_variable(os.environ)] = ",".join(spec.gpus)
     local_size = launched.local_world_size if launched else settings.world_size
     os.environ["RANK"] = str(rank)
     os.environ["LOCAL_RANK"] = str(launched.local_rank if launched else rank)

@@ -365,7 +365,7 @@ class RankRunner:
         next_test = NextTest() if self._fallback_reason else self._next_test(nextitem, item)
         with self._slots.wait_for_free_slots(
             ranks=len(settings.ranks), gpus=count_gpus_of_ranks(settings)
-        ) as grant:
+        ) as (slots, gpus):
             spec = RankSetSpec(
                 item_index=self._indices[item],
                 nodeid=item.nodeid,
@@ -378,8 +378,8 @@ class RankRunner:
                 terminal=self._terminal,
                 foreground=os.getpgrp(),
                 debugged_rank=settings.ranks[0] if debugged is None else debugged,
-                slots=grant.files,
-                gpus=grant.gpus,
+                slots=slots,
+                gpus=gpus,
             )
             connections = self._server.start_ranks(spec)
         return Supervision(

@@ -368,16 +368,7 @@ def _find_timeouts(ranks: _Ranks, limit: str) -> Iterable[_Failure]:
     if not late:
         return
     finished = [rank for rank in ranks if rank not in late]
-    outcomes = {rank: ranks[rank].outcome for rank in finished}
-    lines = [
-        *_explain_waiting(ranks, blamed=()),
-        *_describe_unfailed_ranks(
-            {rank: how for rank, how in outcomes.items() if how[0] != "passed"}
-        ),
-        *_list_running_stacks(ranks, late, _IS_AT),
-        *([f"{name_ranks(finished)} had finished."] if finished else []),
-    ]
-    text = "\n".join(lines)
+    text = "\n".join(_describe_hang(ranks, late, finished))
     sites = {ran.result.position.site for ran in ranks.values() if ran.result.position} - {""}
     first = min(filter(text.__contains__, sites), key=text.index, default="")
     has_stranded = any(ranks[rank].result.waited_for for rank in late)
@@ -408,8 +399,16 @@ def describe_positions(results: Mapping[int, RankResult]) -> list[str]:
     ranks = {rank: _Ran(result=result) for rank, result in sorted(results.items())}
     running = [rank for rank, ran in ranks.items() if not ran.result.is_over]
     finished = [rank for rank, ran in ranks.items() if ran.result.is_done]
+    return _describe_hang(ranks, running, finished)
+
+
+def _describe_hang(ranks: _Ranks, running: Collection[int], finished: Sequence[int]) -> list[str]:
+    outcomes = {rank: ranks[rank].outcome for rank in finished}
     return [
         *_explain_waiting(ranks, blamed=()),
+        *_describe_unfailed_ranks(
+            {rank: how for rank, how in outcomes.items() if how[0] != "passed"}
+        ),
         *_list_running_stacks(ranks, running, _IS_AT),
         *([f"{name_ranks(finished)} had finished."] if finished else []),
     ]

@@ -8,7 +8,6 @@ import os
 import time
 import urllib.parse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -24,16 +23,6 @@ _WANTED = "wanted"
 # process is waiting for slots. A forked child inherits the locks, so it has to close its copies.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
-    """The slots and GPUs that a rank set may use."""
-
-    files: tuple[Path, ...] = ()
-    """The files of the slots; pass them to `HeldSlots`."""
-    gpus: tuple[str, ...] = ()
-    """Names of GPUs, as listed by the user; empty if the test needs no GPUs, or more than exist."""
-
-
 class Slots:
     """Gives one pytest process access to the slots of its session; see Note [Slots]."""
 
@@ -46,12 +35,18 @@ class Slots:
         self._gpus = {directory / f"gpu-{urllib.parse.quote(name, safe='')}": name for name in gpus}
 
     @contextlib.contextmanager
-    def wait_for_free_slots(self, *, ranks: int, gpus: int) -> Iterator[Grant]:
-        """Wait until enough slots are free; yield them to the block, which has to lock them."""
+    def wait_for_free_slots(
+        self, *, ranks: int, gpus: int
+    ) -> Iterator[tuple[tuple[Path, ...], tuple[str, ...]]]:
+        """Wait until enough slots are free; yield their files, and the names of the GPUs.
+
+        The block has to lock the files with `HeldSlots`. There are no names if the test needs no
+        GPUs, or more than exist.
+        """
         leased = gpus if gpus <= len(self._gpus) else 0
         bounded = ranks if self._bounds_ranks else 0
         if not leased and not bounded:
-            yield Grant()
+            yield (), ()
             return
         # pytest may have removed the directory together with old temporary directories.
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -68,7 +63,7 @@ class Slots:
                 time.sleep(_PAUSE_S)
             wanting.close()
             names = tuple(self._gpus[file] for file in free_gpus)
-            yield Grant(files=(*free_ranks, *free_gpus), gpus=names)
+            yield (*free_ranks, *free_gpus), names
 
     def are_wanted(self) -> bool:
         """Return whether another process is waiting for slots."""

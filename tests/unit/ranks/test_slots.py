@@ -14,8 +14,8 @@ from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 
 
 def take(slots, *, ranks=0, gpus=0):
-    with slots.wait_for_free_slots(ranks=ranks, gpus=gpus) as grant:
-        return HeldSlots(grant.files), grant.gpus
+    with slots.wait_for_free_slots(ranks=ranks, gpus=gpus) as (files, names):
+        return HeldSlots(files), names
 
 
 def start(call):
@@ -105,9 +105,9 @@ def test_gpus_are_leased_to_one_holder_each(tmp_path):
 
 def test_nothing_is_waited_for_that_can_never_be(tmp_path):
     slots = Slots(tmp_path, ranks=None, gpus=("0",))
-    with slots.wait_for_free_slots(ranks=100, gpus=2) as grant:
-        assert grant.gpus == ()
-        assert grant.files == ()
+    with slots.wait_for_free_slots(ranks=100, gpus=2) as (files, names):
+        assert names == ()
+        assert files == ()
 
 
 @pytest.mark.parametrize(
