@@ -14,8 +14,7 @@ import sys
 import time
 import traceback
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Final, NoReturn
 
@@ -74,15 +73,13 @@ def join_session(session: pytest.Session, launched: LaunchedRank) -> None:
             size = settings.world_size
             reason = f"needs {size} ranks, but {launched.launcher} started {launched.world_size}"
             item.add_marker(pytest.mark.skip(reason=reason))
-    become = partial(become_rank, session, launched)
     if not launched.is_leader:
-        become()
+        _become_rank(session, launched)
     if simulated:
         forked = RankRunner(session, simulated)
         session.config.add_cleanup(forked.close)
         forked.start()  # before this process does anything that makes a fork unsafe
-    own_rank = _start_own_rank(session.config, become)
-    ranks = LaunchedRanks(session, launched, own_rank)
+    ranks = LaunchedRanks(session, launched, own_rank=_start_own_rank(session, launched))
     runner = RankRunner(session, real, launched=ranks)
     session.config.add_cleanup(runner.close)
     _install_sigterm_handler(session)
@@ -90,7 +87,8 @@ def join_session(session: pytest.Session, launched: LaunchedRank) -> None:
     ranks.meet()
 
 
-def _start_own_rank(config: pytest.Config, become: Callable[[], NoReturn]) -> int:
+def _start_own_rank(session: pytest.Session, launched: LaunchedRank) -> int:
+    config = session.config
     if find_reason_to_spawn(config.stash[OPTIONS].start):
         arguments, environment = arguments_of(config)
         environment = {**environment, OWN_RANK_VARIABLE: "1"}
@@ -107,7 +105,7 @@ def _start_own_rank(config: pytest.Config, become: Callable[[], NoReturn]) -> in
     pid = fork_quietly()
     if pid == 0:
         ending.end_with_parent(parent)
-        become()
+        _become_rank(session, launched)
     return pid
 
 
@@ -147,7 +145,7 @@ class _EndedError(Exception):
     """Raised if this process has to exit before the session has ended; the message says why."""
 
 
-def become_rank(session: pytest.Session, launched: LaunchedRank) -> NoReturn:
+def _become_rank(session: pytest.Session, launched: LaunchedRank) -> NoReturn:
     """Run this process as a rank until rank 0's process ends the session, then exit."""
     # Never return to pytest: only rank 0's process may write reports, caches and snapshots.
     name = f"rank {launched.rank} on {socket.gethostname()}"

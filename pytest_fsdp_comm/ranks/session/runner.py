@@ -182,9 +182,7 @@ class RankRunner:
     ) -> list[pytest.TestReport]:
         results = self._run_until_ranks_suffice(item, nextitem)
         load = partial(item.config.hook.pytest_report_from_serializable, config=item.config)
-        reports = merge_reports(
-            item, results, lambda data: load(data=data), limit=_limit_of(item)[1]
-        )
+        reports = merge_reports(item, results, load, limit=_limit_of(item)[1])
         _replay_warnings(item.config, results.values())
         exits = {rank: each.session_exit for rank, each in results.items() if each.session_exit}
         if exits:

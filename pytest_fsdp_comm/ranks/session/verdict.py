@@ -24,7 +24,7 @@ from pytest_fsdp_comm.text.rank_lists import (
 )
 
 When = Literal["setup", "call", "teardown"]
-LoadReport = Callable[[dict[str, Any]], pytest.TestReport]
+LoadReport = Callable[..., pytest.TestReport]
 
 # Note [First failure leads]: if several ranks fail, the first failure is usually the cause, and the
 # others are often only echoes ("connection closed by peer"). So failures are sorted by time, but
@@ -206,7 +206,7 @@ def _load_reports(result: RankResult, load: LoadReport) -> _Ran:
     ran = _Ran(result=result)
     counts: Counter[str] = Counter()
     for phase in result.reports:
-        report = load(phase.report)
+        report = load(data=phase.report)
         longrepr: Any = report.longrepr
         if isinstance(longrepr, list):
             # For a skip, pytest expects a tuple, which JSON turned into a list.
