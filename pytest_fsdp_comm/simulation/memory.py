@@ -64,6 +64,17 @@ def adapt_to_script(text: str) -> str:
     return text
 
 
+class OperatorCall(NamedTuple):
+    """An operation with its arguments, as a mode receives it."""
+
+    func: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    types: Sequence[type] = ()
+    tensors: Sequence[torch.Tensor] = ()
+    """The tensors in the arguments."""
+
+
 class Values:
     """The values in one storage."""
 
@@ -253,69 +264,54 @@ def has_too_many_elements(tensors: Iterable[torch.Tensor]) -> bool:
     )
 
 
-def set_output_values(
-    func: Callable[..., object],
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    tensors: Sequence[torch.Tensor],
-    outputs: Sequence[FakeTensor],
-) -> None:
-    """Set the values of new outputs of `func`, whose inputs are known; compute them when read."""
+def set_output_values(op: OperatorCall, outputs: Sequence[FakeTensor]) -> None:
+    """Set the values of new outputs of `op`, whose inputs are known; compute them when read."""
     new = []
     for index, tensor in enumerate(outputs):
-        if _can_have_known_values(tensor) and not is_known(
-            tensor
-        ):  # a known output is a view of an input
+        # A known output is a view of an input.
+        if _can_have_known_values(tensor) and not is_known(tensor):
             tensor.constant = None
             new.append((index, tensor))
-    if has_too_many_elements([*tensors, *(tensor for _, tensor in new)]):
+    if has_too_many_elements([*op.tensors, *(tensor for _, tensor in new)]):
         for _, tensor in new:
             set_values(tensor, Values.too_large())
         return
-    is_small = all(tensor.numel() <= _SMALL for tensor in (*tensors, *outputs))
-    is_drawn = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-    later = not (is_small or is_drawn) and all(isinstance(tensor, FakeTensor) for tensor in tensors)
-    results = functools.cache(
-        functools.partial(_run_on_saved_values, func, _save_values(args), _save_values(kwargs))
-    )
-    inputs = [values for tensor in tensors if (values := stored_values(tensor)) is not None]
+    is_small = all(tensor.numel() <= _SMALL for tensor in (*op.tensors, *outputs))
+    is_drawn = torch.Tag.nondeterministic_seeded in getattr(op.func, "tags", ())
+    has_only_fakes = all(isinstance(tensor, FakeTensor) for tensor in op.tensors)
+    later = has_only_fakes and not (is_small or is_drawn)
+    run = _save_call(op)
+    results = functools.cache(lambda: tensors_in(run()))
+    inputs = _list_stored_values(op.tensors)
     for index, tensor in new:
         compute = functools.partial(_pick_result, results, index, _read_layout(tensor))
         set_values(tensor, Values(compute, inputs, later=later))
 
 
-def run_write(
-    func: Callable[..., object],
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    tensors: Sequence[torch.Tensor],
-    written: Sequence[torch.Tensor],
-) -> None:
+def run_write(op: OperatorCall, written: Sequence[torch.Tensor]) -> None:
     """Run an operation that overwrites known tensors with known values."""
-    if has_too_many_elements(tensors):
+    if has_too_many_elements(op.tensors):
         for tensor in written:
             if isinstance(tensor, FakeTensor):
                 set_values(tensor, Values.too_large())
         return
-    inputs = [values for tensor in tensors if (values := stored_values(tensor)) is not None]
-    outputs = [values for tensor in written if (values := stored_values(tensor)) is not None]
+    inputs, outputs = _list_stored_values(op.tensors), _list_stored_values(written)
     for values in outputs:
         values.settle()
-    _run_on_saved_values(func, _save_values(args), _save_values(kwargs))
+    _save_call(op)()
     for values in outputs:
         values.is_mirrored |= any(each.is_mirrored for each in inputs)
 
 
-def run_read(
-    func: Callable[..., object],
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    tensors: Sequence[torch.Tensor],
-) -> object:
+def run_read(op: OperatorCall) -> object:
     """Run an operation on the values of known tensors, and return its result."""
-    if has_too_many_elements(tensors):
+    if has_too_many_elements(op.tensors):
         _raise_too_large()
-    return func(*_restore_values(_save_values(args)), **_restore_values(_save_values(kwargs)))
+    return _save_call(op)()
+
+
+def _list_stored_values(tensors: Iterable[torch.Tensor]) -> list[Values]:
+    return [values for tensor in tensors if (values := stored_values(tensor)) is not None]
 
 
 class _Noted(NamedTuple):
@@ -323,6 +319,12 @@ class _Noted(NamedTuple):
 
     values: Values
     place: _Place
+
+
+def _save_call(op: OperatorCall) -> Callable[[], object]:
+    """Return a function that runs the operation on the values that its arguments have now."""
+    func, args, kwargs = op.func, _save_values(op.args), _save_values(op.kwargs)
+    return lambda: func(*_restore_values(args), **_restore_values(kwargs))
 
 
 def _save_values(value: object) -> object:
@@ -343,12 +345,6 @@ def _restore_values(noted: object) -> Any:
     if isinstance(noted, dict):
         return {name: _restore_values(part) for name, part in noted.items()}
     return noted
-
-
-def _run_on_saved_values(
-    func: Callable[..., object], args: object, kwargs: object
-) -> Sequence[torch.Tensor]:
-    return tensors_in(func(*_restore_values(args), **_restore_values(kwargs)))
 
 
 def _pick_result(

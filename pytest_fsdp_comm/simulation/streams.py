@@ -19,7 +19,7 @@ import sys
 import threading
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Final, Self, TypeAlias, cast
 
@@ -47,6 +47,7 @@ from pytest_fsdp_comm.recording.overlap import current_overlap
 from pytest_fsdp_comm.recording.owners.code_kinds import BELOW_DISPATCHER
 from pytest_fsdp_comm.recording.patches import Replacement
 from pytest_fsdp_comm.recording.value_dependence import is_one_hot_with_classes
+from pytest_fsdp_comm.simulation.memory import OperatorCall
 from pytest_fsdp_comm.simulation.overlap import NOTHING, Clock, Place, Timeline
 from pytest_fsdp_comm.upstream import look_up
 
@@ -356,10 +357,10 @@ class StreamOrder:
         """Whether nobody has waited for the functional collective that returned a tensor."""
         return tensor.untyped_storage()._cdata in self._results
 
-    def wait_before_use(self, func: OpOverload, tensors: Iterable[torch.Tensor]) -> None:
-        """Note that an operation on the current stream is about to use tensors."""
-        if self._results and not _is_view(func):
-            self.wait_for_results(tensors)
+    def wait_before_use(self, op: OperatorCall) -> None:
+        """Note that an operation on the current stream is about to use its tensors."""
+        if self._results and not _is_view(op.func):
+            self.wait_for_results(op.tensors)
 
     def wait_for_results(self, tensors: Iterable[torch.Tensor]) -> None:
         """Make the current stream wait for the functional collectives that returned tensors."""
@@ -368,12 +369,10 @@ class StreamOrder:
             if place is not None:
                 self.timeline.wait(current_stream(), place.end)
 
-    def compute(
-        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object
-    ) -> None:
+    def compute(self, op: OperatorCall, result: object) -> None:
         """Note an operation that has run on the current stream, if it has FLOPs."""
-        count = _find_flop_formula(func)
-        flops = 0 if count is None else count(*args, **kwargs, out_val=result)
+        count = _find_flop_formula(op.func)
+        flops = 0 if count is None else count(*op.args, **op.kwargs, out_val=result)
         if flops:
             recorders = entered_recorders()
             module = recorders[-1].running_module() if recorders else None
@@ -506,12 +505,10 @@ _WAYS: Final = {
 }
 
 
-def note_wait_of_read(
-    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object], *, is_on_gpu: bool | None
-) -> None:
+def note_wait_of_read(op: OperatorCall, *, is_on_gpu: bool | None) -> None:
     """Note an operation that reads values; `is_on_gpu` is None if the test uses no GPU."""
-    way = way_of_read(func)
-    if way is None or kwargs.get("output_size") is not None:
+    way, args = way_of_read(op.func), op.args
+    if way is None or op.kwargs.get("output_size") is not None:
         return
     if is_on_gpu is False and not _is_called_from(_SCALER):
         return

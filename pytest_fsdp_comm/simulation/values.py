@@ -52,6 +52,7 @@ from pytest_fsdp_comm.recording.value_dependence import note_answer
 from pytest_fsdp_comm.simulation import memory
 from pytest_fsdp_comm.simulation.groups import RealGroups, mirror_outputs
 from pytest_fsdp_comm.simulation.memory import (
+    OperatorCall,
     SimulationError,
     has_integral_dtype,
     is_known,
@@ -232,77 +233,65 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             return NotImplemented
         if self._is_composing:
             return self.dispatch(func, types, args, kwargs or {})
+        kwargs = kwargs or {}
+        tensors = _list_tensor_arguments(args) + _list_tensor_arguments(kwargs.values())
+        op = OperatorCall(func, args, kwargs, types, tensors)
         compiler = set_compiler(None)
         try:
-            return self._dispatch_with_device_marks(func, types, args, kwargs or {})
+            return self._dispatch_with_device_marks(op)
         finally:
             set_compiler(compiler)
 
-    def _dispatch_with_device_marks(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: Sequence[object],
-        kwargs: Mapping[str, Any],
-    ) -> object:
-        place = kwargs.get("device")
+    def _dispatch_with_device_marks(self, op: OperatorCall) -> object:
+        place = op.kwargs.get("device")
         if place is not None and (
             (place.type == "cuda" and not torch.cuda.is_available())
             or (place.type == "cpu" and place.index is not None)
         ):
-            kwargs = {**kwargs, "device": CPU}
-        if func is _TO_COPY and place is not None and place.type == "cpu":
+            op = op._replace(kwargs={**op.kwargs, "device": CPU})
+        if op.func is _TO_COPY and place is not None and place.type == "cpu":
             place = None  # torch names the device even if it only changes the dtype
-        custom = _custom_function(func)
-        if custom and _has_group_name((*args, *kwargs.values())):
+        custom = _custom_function(op.func)
+        if custom and _has_group_name((*op.args, *op.kwargs.values())):
             with self:
-                return custom(*args, **kwargs)
-        tensors = _list_tensor_arguments(args) + _list_tensor_arguments(kwargs.values())
-        _await_values(tensors)
+                return custom(*op.args, **op.kwargs)
+        _await_values(op.tensors)
         order = current_order()
         if order is not None:
-            order.wait_before_use(func, tensors)
-            _note_host_wait(func, args, kwargs, tensors)
+            order.wait_before_use(op)
+            _note_host_wait(op)
         if not (self.has_marks or place):
-            return self._run_and_set_values(func, types, args, kwargs, tensors)
-        marked = () if func is _COPY else tensors
+            return self._run_and_set_values(op)
+        marked = () if op.func is _COPY else op.tensors
         marks = [place] if place else [*filter(None, map(marked_device, marked))]
-        result = self._run_and_set_values(func, types, args, kwargs, tensors)
+        result = self._run_and_set_values(op)
         if marks and marks[0].type == "cuda":
-            for tensor in (
-                *_fake_tensors(result),
-                *(tensors if _has_written_arguments(func) else ()),
-            ):
+            written = op.tensors if _has_written_arguments(op.func) else ()
+            for tensor in (*_fake_tensors(result), *written):
                 mark_with_device(tensor, marks[0])
         elif place:  # unmark the result, which may be based on a marked copy
             for tensor in _fake_tensors(result):
                 remove_device_mark(tensor)
         return result
 
-    def _run_and_set_values(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        tensors: Sequence[torch.Tensor],
-    ) -> object:
+    def _run_and_set_values(self, op: OperatorCall) -> object:
+        func, tensors = op.func, op.tensors
         # Decompose composite operations here, because torch does not decompose them in inference
         # mode.
         if _is_composite(func) and all(tensor.__class__ in _PLAIN_TENSORS for tensor in tensors):
             with self:
-                return func.decompose(*args, **kwargs)
+                return func.decompose(*op.args, **op.kwargs)
         follows = all(map(is_known, tensors)) and not _has_unknown_result(func)
         if follows and func is _READ:  # torch would read only `FakeTensor.constant`
-            return self._run_on_known_values(func, args, kwargs, tensors)
+            return self._run_on_known_values(op)
         try:
-            result = self._dispatch_to_fake_kernel(func, types, args, kwargs)
+            result = self._dispatch_to_fake_kernel(op)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if follows:
-                return self._run_on_known_values(func, args, kwargs, tensors)
+                return self._run_on_known_values(op)
             if func in _SIZED and all(map(is_known, filter(has_integral_dtype, tensors[1:]))):
-                return self._run_with_known_size(func, args)
-            return self._assume_read_value(func, args)
+                return self._run_with_known_size(func, op.args)
+            return self._assume_read_value(func, op.args)
         except UnsupportedOperatorException:
             raise SimulationError(
                 f"{find_call_site()} calls {func.namespace}.{func._opname}, which has no fake "
@@ -312,90 +301,47 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             ) from None
         if isinstance(func, OpOverload) and result is not NotImplemented:
             if not follows:
-                self._set_partly_known_results(func, args, kwargs, tensors, result)
+                self._set_partly_known_results(op, result)
             elif _has_written_arguments(func):
-                memory.run_write(func, args, kwargs, tensors, _list_written(func, args, kwargs))
+                memory.run_write(op, _list_written(op))
             else:
-                memory.set_output_values(func, args, kwargs, tensors, _fake_tensors(result))
+                memory.set_output_values(op, _fake_tensors(result))
         return result
 
-    def _dispatch_to_fake_kernel(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-    ) -> object:
+    def _dispatch_to_fake_kernel(self, op: OperatorCall) -> object:
         # torch may decompose this operation. `_is_composing` makes `__torch_dispatch__` pass the
         # inner operations straight to torch, because we handle only the outer operation.
-        self._is_composing = isinstance(func, OpOverload)
+        self._is_composing = isinstance(op.func, OpOverload)
         try:
-            result = self.dispatch(func, types, args, kwargs)
+            result = self.dispatch(op.func, op.types, op.args, op.kwargs)
         finally:
             self._is_composing = False
         order = current_order()
         if order is not None and result is not NotImplemented:
-            order.compute(func, args, kwargs, result)
+            order.compute(op, result)
         return result
 
-    def _set_partly_known_results(
-        self,
-        func: OpOverload,
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        tensors: Sequence[torch.Tensor],
-        result: object,
-    ) -> None:
+    def _set_partly_known_results(self, op: OperatorCall, result: object) -> None:
         """Set the results that are known despite unknown inputs; forget overwritten values."""
-        if func.namespace in NAMESPACES:
-            self._set_collective_results(func, args, kwargs, result)
-        elif _has_written_arguments(func):
-            self._set_or_forget_overwritten(func, args, kwargs, tensors)
+        if op.func.namespace in NAMESPACES:
+            self._set_collective_results(op, result)
+        elif _has_written_arguments(op.func):
+            _set_or_forget_overwritten(op)
         else:
-            if self._shares is not None and func in _CHOICES:
-                self._set_chosen_experts(_bind_arguments(func, args, kwargs), result)
+            if self._shares is not None and op.func in _CHOICES:
+                self._set_chosen_experts(_bind_arguments(op), result)
             outputs = _fake_tensors(result)
             if outputs and has_integral_dtype(outputs[-1]):
-                _set_deducible_outputs(func, args, kwargs, tensors, outputs)
+                _set_deducible_outputs(op, outputs)
 
-    def _set_or_forget_overwritten(
-        self,
-        func: OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, object],
-        tensors: Sequence[torch.Tensor],
-    ) -> None:
-        is_drawn = func._opname == "uniform_" and args[0].numel() == 1 and not args[0].requires_grad
-        is_filled = func._opname in _OVERWRITES and all(map(is_known, tensors[1:]))
-        if (
-            is_drawn or (is_filled and has_integral_dtype(args[0]))
-        ) and memory.is_covering_whole_storage(args[0]):
-            _set_to_zero(args[0])
-            memory.run_write(func, args, kwargs, tensors, args[:1])
-            return
-        if any(
-            _is_absorbing_operand(func._opname[:-1], tensor, tensor.dtype) for tensor in tensors[:1]
-        ):
-            return  # the result is known, as in True.bitwise_or_(unknown)
-        for tensor in _list_written(func, args, kwargs):
-            memory.copy_value_into(tensor, None)
-            memory.store_unknown_reason(tensor, _find_reason(func._opname, args, tensors))
-        if func is _UNSCALE:  # unknown gradients count as finite
-            _set_to_zero(args[1])
-
-    def _run_on_known_values(
-        self,
-        func: OpOverload,
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        tensors: Sequence[torch.Tensor],
-    ) -> object:
-        if any(map(is_mirrored, tensors)):
-            self._note_or_refuse_mirrored_read(func, args)
-        values = memory.run_read(func, args, kwargs, tensors)
+    def _run_on_known_values(self, op: OperatorCall) -> object:
+        is_from_peers = any(map(is_mirrored, op.tensors))
+        if is_from_peers:
+            self._note_or_refuse_mirrored_read(op.func, op.args)
+        values = memory.run_read(op)
         result = tree_map_only(torch.Tensor, self.from_tensor, values)
         for tensor, value in zip(_fake_tensors(result), tensors_in(values), strict=True):
-            memory.copy_value_into(tensor, value, is_mirrored=any(map(is_mirrored, tensors)))
+            memory.copy_value_into(tensor, value, is_mirrored=is_from_peers)
         return result
 
     def _run_with_known_size(self, func: OpOverload, args: Sequence[Any]) -> object:
@@ -473,25 +419,21 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
                 raise
             first.data = second
 
-    def _set_collective_results(
-        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: Any
-    ) -> None:
+    def _set_collective_results(self, op: OperatorCall, result: object) -> None:
         """Set the results of a collective if its inputs are known. See Note [Known values]."""
-        call = call_of(func)
+        call = call_of(op.func)
         if call is None:  # the operation waits for a collective, or wraps its result
-            for tensor, source in zip(
-                _fake_tensors(result), tensors_in([*args, kwargs]), strict=False
-            ):
+            for tensor, source in zip(_fake_tensors(result), op.tensors, strict=False):
                 memory.share_values(tensor, source)
             return
-        bound, operation = call.bind(args, kwargs), call.operation
+        bound, operation = call.bind(op.args, op.kwargs), call.operation
         order = current_order()
-        if order is not None and func.namespace not in _WAITING:
+        if order is not None and op.func.namespace not in _WAITING:
             order.track_functional_results(operation.tensors_received(bound, result))
         group = group_of(bound)
         sent = operation.tensors_sent(bound)
         # Combine the lists, because the schemas of c10d do not declare all writes.
-        outputs = [*operation.tensors_received(bound, result), *_list_written(func, args, kwargs)]
+        outputs = [*operation.tensors_received(bound, result), *_list_written(op)]
         if operation.kind == "reduce" or operation.kind.startswith(UNKNOWN):
             outputs += sent
         values_sent, reason = _values_sent(sent, outputs)
@@ -619,23 +561,18 @@ def _attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     return memory.attributes(tensor) if tensor.layout is torch.strided else vars(tensor)
 
 
-def _note_host_wait(
-    func: OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, object],
-    tensors: Sequence[torch.Tensor],
-) -> None:
+def _note_host_wait(op: OperatorCall) -> None:
     """Note that the host waits, if an operation reads values, or copies them from or to the GPU."""
     # `devices` notes copies by `Tensor.to`.
-    if func is _COPY:
-        is_to_gpu, is_of_gpu = (marked_device(tensor) is not None for tensor in args[:2])
-        is_blocking = not (kwargs.get("non_blocking") or args[2:3] == (True,))
+    if op.func is _COPY:
+        is_to_gpu, is_of_gpu = (marked_device(tensor) is not None for tensor in op.args[:2])
+        is_blocking = not (op.kwargs.get("non_blocking") or op.args[2:3] == (True,))
         # To torch itself, all tensors are on the CPU, so its own copies stay on the GPU.
         if is_to_gpu != is_of_gpu and is_blocking and is_called_by_user():
             wait_on_host("copy_to_device" if is_to_gpu else "copy_to_host")
-    elif way_of_read(func) is not None:
-        is_on_gpu = any(map(marked_device, tensors)) if SimulatedTensors.has_cuda else None
-        note_wait_of_read(func, args, kwargs, is_on_gpu=is_on_gpu)
+    elif way_of_read(op.func) is not None:
+        is_on_gpu = any(map(marked_device, op.tensors)) if SimulatedTensors.has_cuda else None
+        note_wait_of_read(op, is_on_gpu=is_on_gpu)
 
 
 def _list_tensor_arguments(args: Iterable[object]) -> list[torch.Tensor]:
@@ -703,32 +640,44 @@ def _has_written_arguments(func: object) -> bool:
     )
 
 
-def _set_deducible_outputs(
-    func: OpOverload,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    tensors: Sequence[torch.Tensor],
-    outputs: Sequence[FakeTensor],
-) -> None:
+def _set_or_forget_overwritten(op: OperatorCall) -> None:
+    name, first = op.func._opname, op.args[0]
+    is_drawn = name == "uniform_" and first.numel() == 1 and not first.requires_grad
+    is_filled = name in _OVERWRITES and all(map(is_known, op.tensors[1:]))
+    is_set = is_drawn or (is_filled and has_integral_dtype(first))
+    if is_set and memory.is_covering_whole_storage(first):
+        _set_to_zero(first)
+        memory.run_write(op, [first])
+        return
+    if any(_is_absorbing_operand(name[:-1], tensor, tensor.dtype) for tensor in op.tensors[:1]):
+        return  # the result is known, as in True.bitwise_or_(unknown)
+    for tensor in _list_written(op):
+        memory.copy_value_into(tensor, None)
+        memory.store_unknown_reason(tensor, _find_reason(op))
+    if op.func is _UNSCALE:  # unknown gradients count as finite
+        _set_to_zero(op.args[1])
+
+
+def _set_deducible_outputs(op: OperatorCall, outputs: Sequence[FakeTensor]) -> None:
     """Set integer or boolean outputs that are known despite unknown inputs, or store why not."""
-    name = func._opname
+    name, args = op.func._opname, op.args
     if "empty" in name:  # uninitialized on a real rank, so any value will do
         _set_to_zero(outputs[0])
     elif name in _SHAPED:
         blanks = [_replace_with_zeros(arg, name) for arg in args]
-        memory.set_output_values(func, blanks, kwargs, (), outputs)
+        memory.set_output_values(OperatorCall(op.func, blanks, op.kwargs), outputs)
     elif name in _ASKS_FINITE or (name in _COMPARES and _is_same_for_finite_values(*args)):
         zero = torch.zeros((), device="cpu")
-        truth = func(*(zero if isinstance(arg, torch.Tensor) else arg for arg in args))
-        memory.set_output_values(truth.expand, [outputs[0].shape], {}, (), outputs)
-    elif any(_is_absorbing_operand(name, tensor, outputs[0].dtype) for tensor in tensors):
+        truth = op.func(*(zero if isinstance(arg, torch.Tensor) else arg for arg in args))
+        memory.set_output_values(OperatorCall(truth.expand, [outputs[0].shape], {}), outputs)
+    elif any(_is_absorbing_operand(name, tensor, outputs[0].dtype) for tensor in op.tensors):
         truth = torch.full((), _ABSORBS[name], dtype=outputs[0].dtype, device="cpu")
-        memory.set_output_values(
-            truth.expand, [outputs[0].shape], {}, [*filter(is_known, tensors)], outputs
-        )
+        fill = OperatorCall(truth.expand, [outputs[0].shape], {})
+        known = [*filter(is_known, op.tensors)]
+        memory.set_output_values(fill._replace(tensors=known), outputs)
     else:
         for tensor in outputs:
-            memory.store_unknown_reason(tensor, _find_reason(name, args, tensors))
+            memory.store_unknown_reason(tensor, _find_reason(op))
 
 
 def _is_absorbing_operand(name: str, tensor: torch.Tensor, to: torch.dtype) -> bool:
@@ -753,8 +702,8 @@ def _is_mask(index: torch.Tensor) -> bool:
 def _set_to_zero(tensor: torch.Tensor) -> None:
     if isinstance(tensor, FakeTensor):
         memory.copy_value_into(tensor, None)
-        zeros = functools.partial(torch.zeros, dtype=tensor.dtype, device="cpu")
-        memory.set_output_values(zeros, [tensor.shape], {}, (), [tensor])
+        options = {"dtype": tensor.dtype, "device": "cpu"}
+        memory.set_output_values(OperatorCall(torch.zeros, [tensor.shape], options), [tensor])
 
 
 def _replace_with_zeros(tensor: object, name: str) -> object:
@@ -765,12 +714,12 @@ def _replace_with_zeros(tensor: object, name: str) -> object:
     return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(shape)
 
 
-def _find_reason(name: str, args: Sequence[object], tensors: Sequence[torch.Tensor]) -> str:
+def _find_reason(op: OperatorCall) -> str:
     """Return why integers or booleans in a result are unknown, as a key of `_ADVICE`."""
-    if name in {"eq", "ne"} and isinstance(args[1], torch.Tensor):
+    if op.func._opname in {"eq", "ne"} and isinstance(op.args[1], torch.Tensor):
         return "matches"
-    reason = next(filter(None, map(memory.read_unknown_reason, tensors)), None)
-    return reason or ("scores" if name in _CHOOSES else "floats")
+    reason = next(filter(None, map(memory.read_unknown_reason, op.tensors)), None)
+    return reason or ("scores" if op.func._opname in _CHOOSES else "floats")
 
 
 def is_known_without_peers(tensor: torch.Tensor) -> bool:
@@ -806,20 +755,17 @@ def _await_values(tensors: Sequence[torch.Tensor]) -> None:
                 fill()
 
 
-def _bind_arguments(
-    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
-) -> dict[str, object]:
-    return {**dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)), **kwargs}
+def _bind_arguments(op: OperatorCall) -> dict[str, object]:
+    names = (argument.name for argument in op.func._schema.arguments)
+    return {**dict(zip(names, op.args, strict=False)), **op.kwargs}
 
 
-def _list_written(
-    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
-) -> list[Any]:
-    named = _bind_arguments(func, args, kwargs)
-    statistics = _STATISTICS if func._opname in _KEEP_STATISTICS else ()
+def _list_written(op: OperatorCall) -> list[Any]:
+    named = _bind_arguments(op)
+    statistics = _STATISTICS if op.func._opname in _KEEP_STATISTICS else ()
     return [
         tensor
-        for argument in func._schema.arguments
+        for argument in op.func._schema.arguments
         if argument.name in statistics
         or (argument.alias_info is not None and argument.alias_info.is_write)
         for tensor in tensors_in(named.get(argument.name))
