@@ -16,64 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Final, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
 
-from torch import nn
-
-from pytest_fsdp_comm.comm.events import Answer
-from pytest_fsdp_comm.recording.operations import Call
-from pytest_fsdp_comm.recording.owners.attribution import Attribution, BackwardMap
-from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
-from pytest_fsdp_comm.recording.owners.tensors import TensorOwners
 from pytest_fsdp_comm.upstream import look_up
 
-
-class Recorder(Protocol):
-    """The part of `recorder.Recorder` that kernels and patches use."""
-
-    number: int
-    backward: BackwardMap
-    units: UnitWatch
-    tensors: TensorOwners
-    answers: dict[Answer, None]
-
-    def owners_so_far(self) -> dict[tuple[str, int], str]: ...
-
-    def enter_module(self, module: nn.Module) -> int: ...
-
-    def enter_engine(
-        self, outputs: Iterable[object], inputs: Collection[object], *, adds: bool
-    ) -> int: ...
-
-    def run_collective(
-        self,
-        call: Call,
-        args: Sequence[object],
-        kwargs: dict[str, object],
-        run: Callable[[], object],
-    ) -> object: ...
-
-    def note_read(
-        self, func: object, args: Sequence[object], kwargs: dict[str, object]
-    ) -> None: ...
-
-    def note_gather_backward(self) -> None: ...
-    def note_read_by_method(self, name: str) -> None: ...
-
-    def note_host_wait(self, way: str) -> None: ...
-
-    def running_module(self) -> nn.Module | None: ...
-
-    def note_outliving_thread(self, call: Call) -> None: ...
-
-    def note_unseen(self, text: str) -> None: ...
-
-    def attribute_callback(self) -> Attribution: ...
-
-    def use_attribution(self, attribution: Attribution) -> AbstractContextManager[None]: ...
-
+if TYPE_CHECKING:
+    from pytest_fsdp_comm.recording.recorder import Recorder
 
 _KEY: Final = "pytest_fsdp_comm.recordings"
 _STARTED_IN: Final = "_fsdp_comm_recordings"
