@@ -33,8 +33,8 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.recording import active
 from pytest_fsdp_comm.recording.active import entered_recorders
 from pytest_fsdp_comm.recording.overlap import current_overlap
-from pytest_fsdp_comm.recording.owners.code_kinds import engine_code
 from pytest_fsdp_comm.recording.owners.fsdp import IS_WATCHED, Around, watched_methods
+from pytest_fsdp_comm.recording.owners.stack import engine_code
 from pytest_fsdp_comm.recording.value_dependence import is_value_read
 
 Replacement = tuple[object, str, object]

@@ -44,7 +44,7 @@ from pytest_fsdp_comm.recording.frames import (
 )
 from pytest_fsdp_comm.recording.operations import UNKNOWN, VALUE_READS
 from pytest_fsdp_comm.recording.overlap import current_overlap
-from pytest_fsdp_comm.recording.owners.code_kinds import BELOW_DISPATCHER
+from pytest_fsdp_comm.recording.owners.stack import BELOW_DISPATCHER
 from pytest_fsdp_comm.recording.patches import Replacement
 from pytest_fsdp_comm.recording.value_dependence import is_one_hot_with_classes
 from pytest_fsdp_comm.simulation.memory import OperatorCall

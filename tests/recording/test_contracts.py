@@ -16,7 +16,7 @@ from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.recording import kernels, patches
 from pytest_fsdp_comm.recording.mesh_axes import find_axes, process_groups
 from pytest_fsdp_comm.recording.operations import BATCH, SILENT, VALUE_READS, Place, find_operation
-from pytest_fsdp_comm.recording.owners import code_kinds, fsdp, stack, tensors
+from pytest_fsdp_comm.recording.owners import fsdp, stack, tensors
 from pytest_fsdp_comm.recording.patches import patch_attributes
 from pytest_fsdp_comm.recording.script import watch_optimizer_steps
 from pytest_fsdp_comm.recording.steps import keep_existing_group
@@ -26,21 +26,21 @@ pytestmark = pytest.mark.upstream
 
 def test_torch_has_names_of_stack_walk():
     assert nn.Module._call_impl.__code__.co_name == "_call_impl"
-    assert code_kinds.engine_code().co_name == "_engine_run_backward"
-    assert sorted(code.co_name for code in code_kinds._clipping_codes()) == [
+    assert stack.engine_code().co_name == "_engine_run_backward"
+    assert sorted(code.co_name for code in stack._clipping_codes()) == [
         "_clip_grads_with_norm_",
         "_get_total_norm",
         "clip_grad_norm_",
         "clip_grad_norm_",  # of FSDP1
     ]
-    assert code_kinds._registered_forward_code().co_varnames[0] == "self"
+    assert stack._registered_forward_code().co_varnames[0] == "self"
     # torch.compile passes this class to the backends that interpret a graph.
     assert issubclass(stack.graph_type(), torch.fx.GraphModule)
     # A graph traced by a user is the user's module.
     assert not stack.is_compiled_graph(torch.fx.symbolic_trace(torch.nn.Linear(2, 2)))
     # torch wraps a class's step when its first instance is made.
     torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    assert torch.optim.SGD.step.__code__ is code_kinds._STEP
+    assert torch.optim.SGD.step.__code__ is stack._STEP
 
 
 def test_autograd_has_the_private_names_that_are_read():
@@ -115,7 +115,7 @@ def test_weak_storage_reference_keeps_address():
 
 
 def test_redistribution_frame_has_its_tensor():
-    code = code_kinds.code_of("torch.distributed.tensor._redistribute", "Redistribute.forward")
+    code = stack.code_of("torch.distributed.tensor._redistribute", "Redistribute.forward")
     assert code.co_varnames[:2] == ("ctx", "input")
 
 
@@ -137,7 +137,7 @@ def test_dispatch_modes_can_be_hidden_from():
 
 
 def test_a_redistribution_has_the_locals_that_are_read():
-    code = code_kinds.code_of("torch.distributed.tensor._redistribute", "redistribute_local_tensor")
+    code = stack.code_of("torch.distributed.tensor._redistribute", "redistribute_local_tensor")
     assert {"current_spec", "target_spec", "local_tensor"} <= set(code.co_varnames)
 
 
@@ -238,11 +238,11 @@ def test_a_method_that_moved_is_named(monkeypatch):
     ],
 )
 def test_a_clipping_function_that_moved_is_named(monkeypatch, owner, name):
-    code_kinds._clipping_codes.cache_clear()
-    code_kinds.code_of.cache_clear()
+    stack._clipping_codes.cache_clear()
+    stack.code_of.cache_clear()
     monkeypatch.delattr(owner, name)
     with pytest.raises(UpstreamChangedError, match=rf"longer has \S*{owner.__name__}\.{name},"):
-        code_kinds._clipping_codes()
+        stack._clipping_codes()
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")
@@ -266,7 +266,7 @@ def test_without_process_group_no_groups_or_axes():
 
 def test_a_function_that_moved_is_named():
     with pytest.raises(UpstreamChangedError, match=r"no longer has torch\.nn\.nonsense,"):
-        code_kinds.code_of("torch.nn", "nonsense")
+        stack.code_of("torch.nn", "nonsense")
 
 
 def communicating_operations():

@@ -31,10 +31,9 @@ from pytest_fsdp_comm.comm.events import REDUCING, Phase, Role, Source
 from pytest_fsdp_comm.recording.dtensors import unwrap_tensors
 from pytest_fsdp_comm.recording.operations import NOWHERE, Operation, tensors_in
 from pytest_fsdp_comm.recording.owners.attribution import Attribution, Carried, Label
-from pytest_fsdp_comm.recording.owners.code_kinds import code_of
 from pytest_fsdp_comm.recording.owners.fsdp import direct_parameters, registered_parameters
 from pytest_fsdp_comm.recording.owners.module_names import Modules
-from pytest_fsdp_comm.recording.owners.stack import StackScan
+from pytest_fsdp_comm.recording.owners.stack import StackScan, code_of
 from pytest_fsdp_comm.upstream import look_up
 
 _NAMED_BY_UNITS: Final = frozenset({Source.FSDP, Source.DDP, Source.OBJECT})
