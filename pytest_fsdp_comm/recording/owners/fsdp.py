@@ -554,8 +554,4 @@ def _look_up_training_states(names: str) -> list[enum.Enum]:
     """Return members of a torch enum; `names` is the enum's path, then the members' names."""
     name, *members = names.split()
     module, _, kind = name.rpartition(".")
-    states = upstream.look_up(module, kind)
-    for member in members:
-        if not hasattr(states, member):
-            raise upstream.moved_error("torch", f"{name}.{member}")
-    return [getattr(states, member) for member in members]
+    return [upstream.look_up(module, f"{kind}.{member}") for member in members]
