@@ -222,7 +222,8 @@ def _run_and_note_read(
     if _thread.is_inside:
         return run()
     for recorder in active.entered_recorders():
-        recorder.note_read(func, args, kwargs)
+        if recorder.reads is not None:
+            recorder.reads.note_operation(func, args, kwargs)
     _thread.is_inside = True
     try:
         return run()

@@ -51,6 +51,11 @@ def provide_overlap(begin: Callable[[], Overlap]) -> Iterator[None]:
         _begin = outer
 
 
+def is_simulated() -> bool:
+    """Whether this rank is simulated, in a block of `provide_overlap`."""
+    return _begin is not None
+
+
 @contextlib.contextmanager
 def follow_overlap() -> Iterator[Overlap | None]:
     """Follow the order of calls during a recording; yield None if nobody knows it."""

@@ -313,10 +313,10 @@ def _wrap_value_read(original: Any) -> object:
 
     def read(*args: object, **kwargs: object) -> object:
         __tracebackhide__ = True
-        recorders = entered_recorders()
-        if recorders and not torch.compiler.is_compiling():
-            for recorder in recorders if is_value_read(name, args, kwargs) else ():
-                recorder.note_read_by_method(name)
+        for recorder in entered_recorders():
+            reads = None if torch.compiler.is_compiling() else recorder.reads
+            if reads is not None and is_value_read(name, args, kwargs):
+                reads.note(name)
         return original(*args, **kwargs)
 
     return read

@@ -51,7 +51,12 @@ from pytest_fsdp_comm.recording.operations import (
     shows_async,
     timing_categories,
 )
-from pytest_fsdp_comm.recording.overlap import Overlap, follow_overlap, places_of_last_collective
+from pytest_fsdp_comm.recording.overlap import (
+    Overlap,
+    follow_overlap,
+    is_simulated,
+    places_of_last_collective,
+)
 from pytest_fsdp_comm.recording.owners.attribution import (
     Attribution,
     BackwardMap,
@@ -76,7 +81,6 @@ from pytest_fsdp_comm.recording.value_dependence import (
     SKIPPED,
     ValueReads,
     answers_of_process,
-    is_suppressing_read_reports,
 )
 from pytest_fsdp_comm.text.fqn import escape
 from pytest_fsdp_comm.text.words import show_count
@@ -118,7 +122,9 @@ class Recorder:
         self._notes: list[str] = []
         self._witness = Witness()
         self.tensors = TensorOwners(self._roots)
-        self.reads = ValueReads(self._find_phase_and_call_site) if self._backend == "fake" else None
+        self.reads: ValueReads | None = None
+        if self._backend == "fake" and not is_simulated():
+            self.reads = ValueReads(self._find_phase_and_call_site)
         self.answers: dict[Answer, None] = {}
         # For each backward pass: the ids of the tensors whose `.grad` it accumulates into.
         self._backwards: list[set[int]] = []
@@ -146,7 +152,7 @@ class Recorder:
                 f"{problem}, so a dispatch mode records only this thread; collectives of other "
                 f"threads are missing, {also}"
             )
-        elif self.reads is not None and not is_suppressing_read_reports():
+        elif self.reads is not None:
             kernels.register_value_read_kernels()
         with contextlib.ExitStack() as block:
             block.enter_context(patches.watch_torch())
@@ -409,11 +415,7 @@ class Recorder:
         key = None if group is None else self._groups.note(group)
         if attribution.carried is not None and attribution.carried.label is None:
             self.tensors.follow(operation, attribution, operation.tensors_received(bound, result))
-        if (
-            self.reads is not None
-            and not is_suppressing_read_reports()
-            and operation.kind == "all_to_all"
-        ):
+        if self.reads is not None and operation.kind == "all_to_all":
             self.reads.note_splits(bound, call_site)
         parts = parts_of_reduce_scatter(operation, bound)
         common = {
@@ -443,18 +445,9 @@ class Recorder:
                 if entry.group is not None:
                     self._witness.follow()
 
-    def note_read(self, func: object, args: Sequence[object], kwargs: dict[str, object]) -> None:
-        if self.reads is not None and not is_suppressing_read_reports():
-            self.reads.note_operation(func, args, kwargs)
-
-    def note_read_by_method(self, name: str) -> None:
-        """Record that a method is about to read tensor values in a way that no kernel sees."""
-        if self.reads is not None and not is_suppressing_read_reports():
-            self.reads.note(name)
-
     def note_gather_backward(self) -> None:
         """Note a call that depends on the backend, unless a simulation chooses what NCCL sends."""
-        if not is_suppressing_read_reports() and rank_size_and_backend()[2] == "fake":
+        if not is_simulated() and rank_size_and_backend()[2] == "fake":
             self._notes.append(
                 f"{find_call_site()} runs the backward of torch.distributed.nn.functional."
                 "all_gather, which sends all_to_all on the fake backend, but reduce_scatter on NCCL"

@@ -130,25 +130,6 @@ def note_answer(value: object, how: str, *, of_process: bool = False) -> None:
         answers.setdefault(answer)
 
 
-_num_reporters = 0
-
-
-@contextlib.contextmanager
-def suppress_read_reports() -> Iterator[None]:
-    """Stop kernels and patches from reporting value reads in the block: the caller reports them."""
-    global _num_reporters  # noqa: PLW0603  # the whole process shares it, like the patches
-    _num_reporters += 1
-    try:
-        yield
-    finally:
-        _num_reporters -= 1
-
-
-def is_suppressing_read_reports() -> bool:
-    """Whether a block of `suppress_read_reports` is running."""
-    return bool(_num_reporters)
-
-
 def _find_requesting_user_frame() -> FrameType | None:
     """Return the frame that requested the running operation; None if it is not user code."""
     for frame in walk_outwards(sys._getframe(1)):

@@ -20,7 +20,6 @@ from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.recording.frames import is_outside_torch
 from pytest_fsdp_comm.recording.overlap import provide_overlap
 from pytest_fsdp_comm.recording.patches import Replacement, patch_attributes
-from pytest_fsdp_comm.recording.value_dependence import suppress_read_reports
 from pytest_fsdp_comm.simulation.devices import simulate_cuda
 from pytest_fsdp_comm.simulation.groups import RealGroups, future_patches
 from pytest_fsdp_comm.simulation.memory import SimulationError
@@ -70,7 +69,6 @@ def simulate_rank(
     with (
         private_names("a class or module that a simulation reads"),
         patch_attributes(*_world_patches(tensors, groups)),
-        suppress_read_reports(),
         provide_overlap(StreamOrder),
         patch_attributes(*wait_patches()),
         simulate_cuda(answers=answers),
