@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import json
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -14,7 +13,6 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -24,15 +22,8 @@ from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.gathering import TextStore
 from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.recording.operations import Operation, reduce_op
-from pytest_fsdp_comm.recording.patches import Replacement
 from pytest_fsdp_comm.simulation.memory import SimulationError
 
-_COLLECTIVES: Final = (
-    *("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "allreduce"),
-    *("allreduce_coalesced", "alltoall", "alltoall_base", "broadcast", "gather", "reduce"),
-    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "scatter"),
-)
-"""Methods of a process group whose first argument receives the results."""
 _tests: Final = itertools.count()
 _meshes: Final[set[str | None]] = set()
 """Names of the axes of all simulated meshes; includes None if a mesh has no axis names."""
@@ -240,33 +231,6 @@ def _repeat_part_to_fit(output: torch.Tensor, part: torch.Tensor, size: int) -> 
         if part.numel() * times == output.numel():
             return part.flatten().repeat(times).view(output.shape).to(output.dtype)
     return None  # the sizes do not match, so the peers do not send the same values
-
-
-def future_patches() -> Iterator[Replacement]:
-    """Yield the arguments of `setattr` that make the future of a collective hold its results."""
-    # torch's fake backend completes each future with None.
-    results: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-    def get_future(work: dist.Work) -> torch.futures.Future[object]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(results.get(work))
-        return future
-
-    def keep_results(collective: Callable[..., object]) -> Callable[..., object]:
-        @functools.wraps(collective)
-        def run(
-            group: dist.ProcessGroup, outputs: object, *args: object, **kwargs: object
-        ) -> object:
-            work = collective(group, outputs, *args, **kwargs)
-            if isinstance(work, FakeWork):
-                results[work] = [outputs] if isinstance(outputs, torch.Tensor) else outputs
-            return work
-
-        return run
-
-    yield FakeWork, "get_future", get_future
-    for name in filter(functools.partial(hasattr, dist.ProcessGroup), _COLLECTIVES):
-        yield dist.ProcessGroup, name, keep_results(getattr(dist.ProcessGroup, name))
 
 
 # FSDP pads its shards, so all ranks along an FSDP axis send the same number of bytes, and it is

@@ -17,6 +17,7 @@ import functools
 import itertools
 import sys
 import threading
+import weakref
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,6 +25,7 @@ from types import FrameType
 from typing import Any, Final, Self, TypeAlias, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FakeWork
 from torch._ops import OpOverload
@@ -67,6 +69,14 @@ _next_node: Final[Callable[[], int]] = look_up("torch.autograd", "_get_sequence_
 _ACCUMULATES: Final = 2**63
 """Numbers of nodes from here on belong to AccumulateGrad, which is not created in forward."""
 _numbers: Final = itertools.count(1)
+_COLLECTIVES: Final = (
+    *("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "allreduce"),
+    *("allreduce_coalesced", "alltoall", "alltoall_base", "broadcast", "gather", "reduce"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "scatter"),
+)
+"""Methods of a process group whose first argument receives the results."""
+_outputs: Final[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionary()
+"""The tensors that receive the results of each collective's ``Work``."""
 
 
 class SimulatedStream:
@@ -221,7 +231,9 @@ def wait_patches() -> Iterator[Replacement]:
     yield from stream_patches(torch.cpu, SimulatedEvent)
     for name in ("wait", "synchronize"):
         yield FakeWork, name, _wrap_wait(getattr(FakeWork, name))
-    yield FakeWork, "get_future", _wrap_get_future(FakeWork.get_future)
+    yield FakeWork, "get_future", _simulated_get_future
+    for name in filter(functools.partial(hasattr, dist.ProcessGroup), _COLLECTIVES):
+        yield dist.ProcessGroup, name, _store_outputs_of(getattr(dist.ProcessGroup, name))
     look_up(functional.__name__, _WRAP)
     yield functional, _WRAP, lambda tensor: tensor
     # DTensor and user code wait themselves if a result is an AsyncCollectiveTensor.
@@ -276,15 +288,24 @@ class _SimulatedFuture(Future[Any]):
         return super().value()
 
 
-def _wrap_get_future(original: Callable[..., Any]) -> Callable[..., object]:
-    @functools.wraps(original)
-    def get_future(work: object) -> Any:
-        future = _SimulatedFuture()
-        future.work = work
-        future.set_result(original(work).value())
-        return future
+def _simulated_get_future(work: dist.Work) -> _SimulatedFuture:
+    future = _SimulatedFuture()
+    future.work = work
+    future.set_result(_outputs.get(work))  # torch's fake backend completes futures with None
+    return future
 
-    return get_future
+
+def _store_outputs_of(collective: Callable[..., object]) -> Callable[..., object]:
+    """Make the future of a collective hold its results."""
+
+    @functools.wraps(collective)
+    def run(group: dist.ProcessGroup, outputs: object, *args: object, **kwargs: object) -> object:
+        work = collective(group, outputs, *args, **kwargs)
+        if isinstance(work, FakeWork):
+            _outputs[work] = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+        return work
+
+    return run
 
 
 def current_order() -> StreamOrder | None:

@@ -21,7 +21,7 @@ from pytest_fsdp_comm.recording.frames import is_outside_torch
 from pytest_fsdp_comm.recording.overlap import provide_overlap
 from pytest_fsdp_comm.recording.patches import Replacement, patch_attributes
 from pytest_fsdp_comm.simulation.devices import simulate_cuda
-from pytest_fsdp_comm.simulation.groups import RealGroups, future_patches
+from pytest_fsdp_comm.simulation.groups import RealGroups
 from pytest_fsdp_comm.simulation.memory import SimulationError
 from pytest_fsdp_comm.simulation.memory_access import memory_patches
 from pytest_fsdp_comm.simulation.process_groups import group_patches
@@ -97,7 +97,6 @@ def _world_patches(tensors: SimulatedTensors, groups: RealGroups | None) -> Iter
     yield from group_patches(tensors, groups)
     yield from sharding_patches()
     yield from reducer_patches()
-    yield from future_patches()
     # Unknown booleans are False, so distributions would reject all unknown arguments.
     yield torch.distributions.Distribution, "_validate_args", False
     # torch draws an id for each `Work` from Python's `random`, which would change the test's random
