@@ -25,9 +25,8 @@ from pytest_fsdp_comm.simulation.groups import RealGroups
 from pytest_fsdp_comm.simulation.memory import SimulationError
 from pytest_fsdp_comm.simulation.memory_access import memory_patches
 from pytest_fsdp_comm.simulation.process_groups import group_patches
-from pytest_fsdp_comm.simulation.processes import process_patches
 from pytest_fsdp_comm.simulation.reducer import reducer_patches
-from pytest_fsdp_comm.simulation.saves import SkippedSaves
+from pytest_fsdp_comm.simulation.scripts import SkippedSaves, process_patches
 from pytest_fsdp_comm.simulation.sharding import sharding_patches
 from pytest_fsdp_comm.simulation.streams import StreamOrder, wait_patches
 from pytest_fsdp_comm.simulation.values import SimulatedTensors
