@@ -254,18 +254,16 @@ def _tensor_patches() -> Iterator[Replacement]:
 
     def device_read_by(original: Callable[[torch.Tensor], torch.device]) -> property:
         def read(tensor: torch.Tensor) -> torch.device:
-            frame = sys._getframe(1)
-            return _convert_to_device(
-                marked_device(tensor) if _can_see_gpu(frame) else None
-            ) or original(tensor)
+            device = marked_device(tensor) if _can_see_gpu(sys._getframe(1)) else None
+            return _convert_to_device(device) or original(tensor)
 
         return property(read)
 
     def new_tensor(tensor: torch.Tensor, data: object, **options: Any) -> torch.Tensor:
         result = make(tensor, data, **options)
-        return (
-            result if "device" in options else _simulated_to(result, marked_device(tensor) or CPU)
-        )
+        if "device" in options:
+            return result
+        return _simulated_to(result, marked_device(tensor) or CPU)
 
     def is_cuda(tensor: torch.Tensor) -> bool:
         return is_outside_torch(sys._getframe(1)) and marked_device(tensor) is not None
@@ -277,7 +275,7 @@ def _tensor_patches() -> Iterator[Replacement]:
     cls, make = torch.Tensor, torch.Tensor.new_tensor
     original = look_up("torch._subclasses.fake_tensor", "FakeTensor.device.fget", _USE)
     yield cls, "to", _simulated_to
-    yield cls, "get_device", _wrap_for_code_outside_torch(get_device, cls.get_device)
+    yield _replace_outside_torch(cls, "get_device", get_device)
     yield cls, "cuda", cuda
     yield cls, "cpu", cpu
     yield cls, "type_as", _simulated_to
@@ -304,17 +302,16 @@ def _mesh_patches() -> Iterator[Replacement]:
         device_type = vars(mesh).get("device_type") or mesh._device_type
         return "cuda" if is_read_by_user and device_type == "cpu" else device_type
 
+    def write(mesh: DeviceMesh, device_type: str) -> None:
+        vars(mesh).update(device_type=device_type)
+
     def move_and_mark(move: Any, parameters: Any, buffers: Any, *args: object) -> None:
         move(parameters, buffers, *args)
         for tensor in (*parameters, *buffers) if _state.has_mesh else ():
             mark_with_device(tensor, _make_current_device())
 
     yield DeviceMesh, "__init__", init
-    yield (
-        DeviceMesh,
-        "device_type",
-        property(read, lambda mesh, value: vars(mesh).update(device_type=value)),
-    )
+    yield DeviceMesh, "device_type", property(read, write)
     modules = [module for module in (_fsdp_init, _fully_shard) if hasattr(module, _MOVE)]
     if not modules:
         raise moved_error("torch", f"{_fsdp_init.__name__}.{_MOVE}", _USE)
@@ -423,10 +420,8 @@ def _amp_patches() -> Iterator[Replacement]:
     yield torch.autocast, "__init__", autocast
     yield GradScaler, "__init__", init_scaler
     for name in (
-        "is_autocast_enabled",
-        "set_autocast_enabled",
-        "get_autocast_dtype",
-        "set_autocast_dtype",
+        *("is_autocast_enabled", "set_autocast_enabled"),
+        *("get_autocast_dtype", "set_autocast_dtype"),
     ):
         yield torch, name, functools.partial(_call_for_cpu, getattr(torch, name))
 
@@ -472,33 +467,21 @@ def _cuda_patches() -> Iterator[Replacement]:
         "memory_snapshot": answer([], "memory_snapshot"),
         "is_built": lambda: True,
     }
-    yield (
-        dist,
-        "is_nccl_available",
-        _wrap_for_code_outside_torch(lambda: True, dist.is_nccl_available),
-    )
+    yield _replace_outside_torch(dist, "is_nccl_available", lambda: True)
     modules = (cuda, cuda.memory, cuda.profiler, torch.accelerator, torch.backends.cuda)
     for module, name, function in _patches_of_present(modules, replacements):
         # Replace RNG functions for all callers, because torch's `fork_rng` also calls them.
-        is_for_all = "rng_state" in name
-        yield (
-            module,
-            name,
-            function
-            if is_for_all
-            else _wrap_for_code_outside_torch(function, getattr(module, name)),
-        )
+        if "rng_state" in name:
+            yield module, name, function
+        else:
+            yield _replace_outside_torch(module, name, function)
     yield from _stream_patches()
     yield from _patches_of_present((cuda, torch.accelerator), dict.fromkeys(_IDLE, _Idle))
-    for module, name, version in (
-        (cuda.nccl, "nccl.version", (2, 28, 9)),
-        (cudnn, "cudnn.version", 91002),
-    ):
-        function = _wrap_for_code_outside_torch(answer(version, name), module.version)
-        yield module, "version", function
-    yield cudnn, "is_available", _wrap_for_code_outside_torch(lambda: True, cudnn.is_available)
+    yield _replace_outside_torch(cuda.nccl, "version", answer((2, 28, 9), "nccl.version"))
+    yield _replace_outside_torch(cudnn, "version", answer(91002, "cudnn.version"))
+    yield _replace_outside_torch(cudnn, "is_available", lambda: True)
     yield torch.version, "cuda", torch.version.cuda or _CUDA_VERSION
-    yield torch, "get_device_module", _wrap_for_code_outside_torch(module_of, get_module)
+    yield _replace_outside_torch(torch, "get_device_module", module_of)
     for name in ("range_push", "range_pop", "mark"):
         yield cuda.nvtx, name, lambda *_: None
     yield torch, "Generator", _Generator
@@ -518,13 +501,14 @@ def _patches_of_present(
             yield module, name, value
 
 
-def _wrap_for_code_outside_torch(
-    answer: Callable[..., object], original: Callable[..., object]
-) -> Callable[..., object]:
-    """Return a function that runs `original` if torch calls it, and `answer` if other code does."""
+def _replace_outside_torch(
+    holder: object, name: str, function: Callable[..., object]
+) -> Replacement:
+    """Replace a function for code outside torch; torch itself still calls the original."""
+    original = getattr(holder, name)
 
     @functools.wraps(original)
     def call(*args: object, **kwargs: object) -> object:
-        return (answer if _can_see_gpu(sys._getframe(1)) else original)(*args, **kwargs)
+        return (function if _can_see_gpu(sys._getframe(1)) else original)(*args, **kwargs)
 
-    return call
+    return holder, name, call

@@ -35,6 +35,9 @@ from pytest_fsdp_comm.upstream import private_names
 _META: Final = torch._C.DispatchKey.Meta
 _NO_MEMORY: Final = "its data is not allocated yet"
 """Part of the error that c10's TensorImpl raises about missing memory (torch 2.7 to 2.15)."""
+# Use the same mode in all tests, because tensors of module-scoped fixtures outlive a test, and
+# torch cannot mix tensors of two modes.
+_cached_tensors: Final = functools.cache(SimulatedTensors)
 
 
 @contextlib.contextmanager
@@ -63,7 +66,7 @@ def simulate_rank(
         groups: Exchanges values with peers along the axes of ``real=``; None without ``real=``.
     """
     _register_missing_meta_kernels()
-    tensors = _cached_tensors(answers, shares)
+    tensors = _cached_tensors(answers=answers, shares=shares)
     tensors.begin(groups)
     with (
         private_names("a class or module that a simulation reads"),
@@ -137,13 +140,6 @@ def add_memory_remedy(error: RuntimeError) -> None:
             "packed sequences in nn.LSTM), or run the test on real ranks, without simulate="
         )
         error.add_note(f"fsdp-comm: {remedy}")
-
-
-@functools.cache
-def _cached_tensors(answers: bool, shares: tuple[float, ...] | None) -> SimulatedTensors:
-    # Use the same mode in all tests, because tensors of module-scoped fixtures outlive a test, and
-    # torch cannot mix tensors of two modes.
-    return SimulatedTensors(answers=answers, shares=shares)
 
 
 def _wrap_thread_start(
