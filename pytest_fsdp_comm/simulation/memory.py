@@ -203,11 +203,6 @@ def view_known_values(tensor: torch.Tensor) -> torch.Tensor:
         return _read_layout(tensor).view(values.storage())
 
 
-def forget(tensor: torch.Tensor) -> None:
-    """Forget the values of a tensor's storage, for all of its views."""
-    attributes(tensor).pop(_VALUES, None)
-
-
 def set_values(tensor: torch.Tensor, values: Values) -> None:
     """Set the values of a tensor's storage, for all of its views."""
     attributes(tensor)[_VALUES] = values
