@@ -42,14 +42,11 @@ class ValueReads:
     def note_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, object]) -> None:
         name = func.overloadpacket.__name__
         # torch tags all indexing as a read, but only a mask makes the shape depend on values.
-        if name == "index" and not any(
-            index is not None and index.dtype in {torch.bool, torch.uint8} for index in args[1]
-        ):
+        if name == "index" and not any(map(is_mask, args[1])):
             return
         if name == "repeat_interleave" and kwargs.get("output_size") is not None:
             return
-        public_names = {"_local_scalar_dense": "item", "index": "a boolean mask"}
-        self.note(public_names.get(name, name))
+        self.note(name_of_read(func))
 
     def note(self, how: str) -> None:
         """Add a gap for this read of values, if user code requested it in forward or backward."""
@@ -169,6 +166,17 @@ def is_one_hot_with_classes(frame: FrameType | None) -> bool:
     # the call.
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame else ""
     return re.search(r"\bone_hot\(.*,", line) is not None
+
+
+def name_of_read(func: Any) -> str:
+    """Return the public name of an operation that reads tensor values."""
+    name = str(func.overloadpacket.__name__)
+    return {"_local_scalar_dense": "item", "index": "a boolean mask"}.get(name, name)
+
+
+def is_mask(index: torch.Tensor | None) -> bool:
+    """Whether an index selects elements by a mask."""
+    return index is not None and index.dtype in {torch.bool, torch.uint8}
 
 
 def is_value_read(name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:

@@ -48,7 +48,7 @@ from pytest_fsdp_comm.recording.operations import UNKNOWN, VALUE_READS
 from pytest_fsdp_comm.recording.overlap import current_overlap
 from pytest_fsdp_comm.recording.owners.stack import BELOW_DISPATCHER
 from pytest_fsdp_comm.recording.patches import Replacement
-from pytest_fsdp_comm.recording.value_dependence import is_one_hot_with_classes
+from pytest_fsdp_comm.recording.value_dependence import is_mask, is_one_hot_with_classes
 from pytest_fsdp_comm.simulation.memory import OperatorCall
 from pytest_fsdp_comm.simulation.overlap import NOTHING, Clock, Place, Timeline
 from pytest_fsdp_comm.upstream import look_up
@@ -517,7 +517,6 @@ _CPU_FORMULAS: Final[dict[str, Callable[..., int]]] = {
 }
 
 _MASKED: Final = "boolean_index"
-_MASKS: Final = {torch.bool, torch.uint8}
 _WAYS: Final = {
     "_local_scalar_dense": "item",
     **dict.fromkeys(("index", "index_put", "index_put_"), _MASKED),
@@ -534,9 +533,9 @@ def note_wait_of_read(op: OperatorCall, *, is_on_gpu: bool | None) -> None:
     if is_on_gpu is False and not _is_called_from(_SCALER):
         return
     if way == _MASKED:
-        masks = [index for index in args[1] if index is not None and index.dtype in _MASKS]
         # A GPU writes a single value wherever the mask is true, without counting.
-        if not masks or (len(args) > 2 and args[2].numel() == 1):  # noqa: PLR2004  # the value is the third argument
+        is_single_value = any(value.numel() == 1 for value in args[2:3])
+        if is_single_value or not any(map(is_mask, args[1])):
             return
     if way == "item" and is_one_hot_with_classes(find_caller()):
         return

@@ -48,7 +48,7 @@ from pytest_fsdp_comm.recording.kernels import set_compiler
 from pytest_fsdp_comm.recording.operations import NAMESPACES, UNKNOWN, call_of, group_of, tensors_in
 from pytest_fsdp_comm.recording.owners.stack import running_modules
 from pytest_fsdp_comm.recording.patches import hide_package_from_compiler
-from pytest_fsdp_comm.recording.value_dependence import note_answer
+from pytest_fsdp_comm.recording.value_dependence import is_mask, name_of_read, note_answer
 from pytest_fsdp_comm.simulation import memory
 from pytest_fsdp_comm.simulation.groups import RealGroups, mirror_outputs
 from pytest_fsdp_comm.simulation.memory import (
@@ -350,11 +350,11 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             places: list[torch.Tensor | None] = []
             with self:
                 for index in args[1]:
-                    if index is None or not _is_mask(index):
-                        places.append(index)
-                    else:
+                    if is_mask(index):
                         with count_waits_as():  # counted as a read by mask
                             places += index.nonzero().unbind(1)
+                    else:
+                        places.append(index)
                 return torch.ops.aten.index.Tensor(args[0], places)
         arguments = tree_map_only(torch.Tensor, memory.view_known_values, args[1:])
         values = func(_replace_with_zeros(args[0], func._opname), *arguments)
@@ -458,7 +458,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             memory.store_unknown_reason(output, reason)
 
     def _assume_read_value(self, func: OpOverload, args: Sequence[Any]) -> bool | float:
-        site, how = find_call_site(), _name_read(func)
+        site, how = find_call_site(), name_of_read(func)
         is_answered = _can_assume_value(func, args)
         if not (self._answers and is_answered):
             reason = next(filter(None, map(memory.read_unknown_reason, tensors_in(args))), "floats")
@@ -487,13 +487,13 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         if not self._answers:
             raise SimulationError(
                 f"{find_call_site()} reads values that other ranks would have sent "
-                f"({_name_read(func)}). "
+                f"({name_of_read(func)}). "
                 "A simulated rank can only assume that all ranks hold the same values. If they do, "
                 "as with balanced routing, use simulation_splits='even' or simulate=True; "
                 "otherwise run the test on real ranks, without simulate="
             ) from None
         # An integer can also affect communication after this block, so add it to later recordings.
-        note_answer("mirrored", _name_read(func), of_process=not _can_assume_value(func, args))
+        note_answer("mirrored", name_of_read(func), of_process=not _can_assume_value(func, args))
 
     def _set_chosen_experts(self, named: Mapping[str, Any], result: object) -> None:
         """Set the indices of the chosen experts. See Note [Declared routing]."""
@@ -528,11 +528,6 @@ def _can_assume_value(func: OpOverload, args: Sequence[Any]) -> bool:
     dtype = args[0].dtype
     is_number = func is _READ
     return is_number and (dtype.is_floating_point or dtype == torch.bool)
-
-
-def _name_read(func: OpOverload) -> str:
-    name = str(func.overloadpacket.__name__)
-    return {"_local_scalar_dense": "item", "index": "a boolean mask"}.get(name, name)
 
 
 def mark_with_device(tensor: torch.Tensor, device: torch.device) -> None:
@@ -693,10 +688,6 @@ def _is_absorbing_operand(name: str, tensor: torch.Tensor, to: torch.dtype) -> b
 def _is_same_for_finite_values(left: object, right: object) -> bool:
     """Return whether a comparison has the same result for all finite tensor values."""
     return left is right or (isinstance(right, float) and not math.isfinite(right))
-
-
-def _is_mask(index: torch.Tensor) -> bool:
-    return index.dtype in {torch.bool, torch.uint8}
 
 
 def _set_to_zero(tensor: torch.Tensor) -> None:
