@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+from pytest_fsdp_comm.recording.owners.attribution import find_graph_nodes
 from pytest_fsdp_comm.recording.patches import Replacement
 from pytest_fsdp_comm.simulation.memory import SimulationError
 from pytest_fsdp_comm.upstream import look_up
@@ -183,7 +184,7 @@ class SimulatedReducer:
         self._reset_state()
         self._is_expecting = True
         if self._is_searching:
-            nodes = _reachable_nodes(outputs)
+            nodes = find_graph_nodes(outputs)
             self._unused = [place for place, node in enumerate(self._nodes) if node not in nodes]
 
     def _reset_state(self) -> None:
@@ -405,17 +406,6 @@ class SimulatedLogger:
 def _call_if_alive(method: weakref.WeakMethod[Any], index: int, *_: object) -> None:
     if (arrive := method()) is not None:
         arrive(index)
-
-
-def _reachable_nodes(outputs: Sequence[torch.Tensor]) -> set[object]:
-    pending: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    nodes = {*pending}
-    while pending:
-        for node, _ in pending.pop().next_functions:
-            if node is not None and node not in nodes:
-                nodes.add(node)
-                pending.append(node)
-    return nodes
 
 
 def _simulated_register_hook(

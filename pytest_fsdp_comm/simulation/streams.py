@@ -30,7 +30,6 @@ from torch import nn
 from torch._C._distributed_c10d import FakeWork
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import GradientEdge
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
 from torch.futures import Future
@@ -46,6 +45,7 @@ from pytest_fsdp_comm.recording.frames import (
 )
 from pytest_fsdp_comm.recording.operations import UNKNOWN, VALUE_READS
 from pytest_fsdp_comm.recording.overlap import current_overlap
+from pytest_fsdp_comm.recording.owners.attribution import list_roots
 from pytest_fsdp_comm.recording.owners.stack import BELOW_DISPATCHER
 from pytest_fsdp_comm.recording.patches import Replacement
 from pytest_fsdp_comm.recording.value_dependence import is_mask, is_one_hot_with_classes
@@ -408,7 +408,7 @@ def _add_stream_hooks(
     # Events of nodes on other streams, keyed by the nodes that wait for them.
     events: defaultdict[Any, list[SimulatedEvent]] = defaultdict(list)
     streams = _streams_of_graph(outputs)
-    for root in _list_roots(outputs):
+    for root in list_roots(outputs):
         if streams[root] is not caller:
             events[root].append(caller.record_event())
     for node, stream in streams.items():
@@ -426,14 +426,9 @@ def _add_stream_hooks(
     return {*streams.values()} - {caller}
 
 
-def _list_roots(outputs: Iterable[Any]) -> list[Any]:
-    roots = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in outputs]
-    return [root for root in roots if root is not None]
-
-
 def _streams_of_graph(outputs: Iterable[object]) -> dict[Any, SimulatedStream]:
     """Return the stream of each node in a graph."""
-    caller, pending = current_stream(), _list_roots(outputs)
+    caller, pending = current_stream(), list_roots(outputs)
     streams = {root: _thread.stream_of(root, caller) for root in pending}
     while pending:
         node = pending.pop()

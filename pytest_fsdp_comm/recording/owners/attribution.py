@@ -232,20 +232,28 @@ def find_leaf_ids(outputs: Iterable[Any], inputs: Collection[object]) -> set[int
     """Return the ids of the tensors whose `.grad` a backward adds to: `inputs`, or all leaves."""
     if inputs:
         return set(map(id, inputs))
-    # This misses leaves inside a reentrant checkpoint; the checkpoint's backward adds them.
-    pending = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in outputs]
-    visited, leaves = {None, *pending}, set[int]()
+    # This misses leaves inside a reentrant checkpoint; the checkpoint's backward adds them. Only an
+    # AccumulateGrad has a variable.
+    return {id(getattr(node, "variable", None)) for node in find_graph_nodes(outputs)}
+
+
+def find_graph_nodes(outputs: Iterable[Any]) -> set[Any]:
+    """Return the autograd nodes that a backward from `outputs` runs."""
     # This is fast: it takes a few hundred nanoseconds per node, for a few thousand nodes.
+    pending = list_roots(outputs)
+    nodes = {*pending}
     while pending:
-        node = pending.pop()
-        inputs_of_node = node.next_functions if node is not None else ()
-        if not inputs_of_node:
-            leaves.add(id(getattr(node, "variable", None)))  # only an AccumulateGrad has a variable
-        for function, _ in inputs_of_node:
-            if function not in visited:
-                visited.add(function)
-                pending.append(function)
-    return leaves
+        for node, _ in pending.pop().next_functions:
+            if node is not None and node not in nodes:
+                nodes.add(node)
+                pending.append(node)
+    return nodes
+
+
+def list_roots(outputs: Iterable[Any]) -> list[Any]:
+    """Return the autograd nodes of tensors or gradient edges; leave out tensors without a node."""
+    roots = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in outputs]
+    return [root for root in roots if root is not None]
 
 
 def attribute_to_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | None:
