@@ -185,32 +185,25 @@ def axes_of_groups() -> dict[str, tuple[str, bool]]:
     for mesh in sorted(_find_meshes(), key=lambda mesh: mesh.mesh_dim_names or ()):
         names.learn_mesh(mesh)
     # The class is private: if torch has moved it, no units are found.
-    units = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
-    for unit in _find_instances(units, "FSDPParamGroup", with_attribute="post_forward_mesh_info"):
-        names.learn_mesh_of_unit(unit)
+    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    for unit in list_instances(getattr(module, "FSDPParamGroup", None)):
+        if hasattr(unit, "post_forward_mesh_info"):  # otherwise it is still being built
+            names.learn_mesh_of_unit(unit)
     groups, _ = names.groups_and_axes(())
     return {key: (name, names.is_shape(key)) for key, name in groups.items()}
 
 
-def _find_meshes() -> Iterator[DeviceMesh]:
-    # Require the attribute, because a mesh that is still being built does not have it yet.
-    return _find_instances(
-        "torch.distributed.device_mesh", "DeviceMesh", with_attribute="mesh_dim_names"
-    )
+def _find_meshes() -> list[DeviceMesh]:
+    # A mesh that is still being built does not have the attribute yet.
+    return [mesh for mesh in list_instances(DeviceMesh) if hasattr(mesh, "mesh_dim_names")]
 
 
-def _find_instances(module: str, name: str, *, with_attribute: str) -> Iterator[Any]:
-    """Yield all objects of a class, if its module is loaded."""
+def list_instances(cls: type | None) -> list[Any]:
+    """List the existing objects of a class and of its direct subclasses; none if `cls` is None."""
     # torch keeps no list of its meshes and units. Searching all objects is slow, so do it only for
     # errors and for tests that hang.
-    cls = getattr(sys.modules.get(module), name, None)
     if cls is None:
-        return
-    yield from (entry for entry in list_instances(cls) if hasattr(entry, with_attribute))
-
-
-def list_instances(cls: type) -> list[object]:
-    """List the existing objects of a class and of its direct subclasses; slow."""
+        return []
     # Objects refer to their class. Not gc.get_objects(): while another thread builds a tuple from a
     # generator, nothing else may refer to the tuple, or that thread raises SystemError (bpo-15108).
     entries = gc.get_referrers(cls, *cls.__subclasses__())
