@@ -94,9 +94,8 @@ def watch_torch() -> Iterator[None]:
     with _lock:
         if not _num_users:
             hide_package_from_compiler()
-            handler = _compiler_callback_handler()
             _patches[:] = [_Patch(*attribute) for attribute in _torch_patches()]
-            _register_compiler_callbacks(handler)
+            _register_compiler_callbacks()
             _apply_patches(_patches)
         _num_users += 1
     try:
@@ -115,11 +114,12 @@ def hide_package_from_compiler() -> None:
     upstream.look_up("torch._dynamo.trace_rules", "add")(__package__.split(".")[0])
 
 
-def _compiler_callback_handler() -> object:
+def _compiler_callback_handler() -> Any:
     return upstream.look_up("torch._dynamo.callback", "callback_handler")
 
 
-def _register_compiler_callbacks(handler: Any) -> None:
+def _register_compiler_callbacks() -> None:
+    handler = _compiler_callback_handler()
     if _undo_before_compilation not in handler.start_callbacks:
         handler.register_start_callback(_undo_before_compilation)
         handler.register_end_callback(_redo_after_compilation)
@@ -134,60 +134,53 @@ def _redo_after_compilation(*_: object) -> None:
 
 
 def _torch_patches() -> Iterator[Replacement]:
+    engine_code()  # cache the code now, before its function is replaced
+    # Without this method, `param_groups` would find no units.
+    upstream.look_up("torch.distributed.fsdp", "FSDPModule._get_fsdp_state")
+    for holder, name, wrap in _list_wrappers():
+        original = getattr(holder, name)
+        replacement = functools.update_wrapper(wrap(original), original)
+        setattr(replacement, IS_WATCHED, True)
+        yield holder, name, replacement
+
+
+def _list_wrappers() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Yield a class or module, the name of a function in it, and what wraps the function."""
     from torch.distributed.fsdp._fully_shard._fsdp_state import (  # noqa: PLC0415  # loads torch.distributed
         FSDPState,
     )
 
-    engine_code()  # cache the code now, before its function is replaced
-    # Without this method, `param_groups` would find no units.
-    upstream.look_up("torch.distributed.fsdp", "FSDPModule._get_fsdp_state")
-    handler = _compiler_callback_handler()
-    functional: Any = sys.modules.get("torch.distributed.nn.functional")
-    gather = getattr(functional, "_AllGather", None)  # without it, a note is missing
-    modes: Any = sys.modules.get("torch.distributed._local_tensor")  # new in torch 2.9
-    wrappers: list[tuple[Any, str, Callable[[Any], Any]]] = [
-        (nn.Module, "__call__", _wrap_module_call),
-        (torch.autograd.graph, "_engine_run_backward", _wrap_engine),
-        (torch.autograd, "_engine_run_backward", _wrap_engine),
-        (FSDPState, "_pre_forward", _wrap_pre_forward),
-        (FSDPState, "_post_forward", _wrap_post_forward),
-        *(
-            (holder, name, functools.partial(_wrap_watched_method, name, around))
-            for holder, name, around in watched_methods()
-        ),
+    yield nn.Module, "__call__", _wrap_module_call
+    for module in (torch.autograd.graph, torch.autograd):
+        yield module, "_engine_run_backward", _wrap_engine
+    yield FSDPState, "_pre_forward", _wrap_pre_forward
+    yield FSDPState, "_post_forward", _wrap_post_forward
+    for holder, name, around in watched_methods():
+        yield holder, name, functools.partial(_wrap_watched_method, name, around)
+    for name in ("then", "add_done_callback"):
         # Patch the base class, because work.get_future() returns an instance of it.
-        *(
-            (torch._C.Future, name, _wrap_callback_registration)
-            for name in ("then", "add_done_callback")
-        ),
-        # Executors and timers start their threads through this method too.
-        (threading.Thread, "start", _wrap_thread_start),
-        *((torch.Tensor, name, _wrap_value_read) for name in ("tolist", "numpy", "tensor_split")),
-        (torch, "tensor_split", _wrap_value_read),
-        *([] if gather is None else [(gather, "backward", _wrap_gather_backward)]),
+        yield torch._C.Future, name, _wrap_callback_registration
+    # Executors and timers start their threads through this method too.
+    yield threading.Thread, "start", _wrap_thread_start
+    for name in ("tolist", "numpy", "tensor_split"):
+        yield torch.Tensor, name, _wrap_value_read
+    yield torch, "tensor_split", _wrap_value_read
+    functional: Any = sys.modules.get("torch.distributed.nn.functional")
+    gather = getattr(functional, "_AllGather", None)
+    if gather is not None:  # without it, a note is missing
+        yield gather, "backward", _wrap_gather_backward
+    modes: Any = sys.modules.get("torch.distributed._local_tensor")  # new in torch 2.9
+    if modes is not None:
         # LocalTensorMode emulates collectives above all kernels, so we can only report a gap.
-        *(
-            []
-            if modes is None
-            else [(modes.LocalTensorMode, "__torch_dispatch__", _wrap_local_tensor_dispatch)]
-        ),
-        (
-            handler,
-            "clear",
-            _wrap_callback_clear,
-        ),  # otherwise torch._dynamo.reset() drops our callbacks
-    ]
-    for holder, name, wrapper in wrappers:
-        original = getattr(holder, name)
-        replacement = functools.update_wrapper(wrapper(original), original)
-        setattr(replacement, IS_WATCHED, True)
-        yield holder, name, replacement
+        yield modes.LocalTensorMode, "__torch_dispatch__", _wrap_local_tensor_dispatch
+    # Otherwise torch._dynamo.reset() drops our callbacks.
+    yield _compiler_callback_handler(), "clear", _wrap_callback_clear
 
 
 def _wrap_callback_clear(original: Any) -> object:
     def clear() -> None:
         original()
-        _register_compiler_callbacks(_compiler_callback_handler())
+        _register_compiler_callbacks()
 
     return clear
 
