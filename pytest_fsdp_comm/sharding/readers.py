@@ -4,21 +4,6 @@
 # whether the root keeps its parameters after forward. Before that, we derive them as torch would:
 # triggering torch's lazy initialization here would change what is recorded later.
 
-# Private names of FSDP2, checked in torch 2.7.1, 2.13.0 and 2.15.0; tests/sharding/test_fsdp1.py
-# fails if one of them is renamed.
-# FSDPModule: _get_fsdp_state; FSDPState: _modules, _is_root, _auto_reshard_after_forward,
-# _states_to_forward_prefetch, _states_to_backward_prefetch; FSDPParamGroup: fsdp_params,
-# mesh_info, post_forward_mesh_info, mp_policy, offload_policy, unshard_in_backward,
-# gradient_divide_factor and force_sum_reduction_for_comms (not in 2.7); FSDPParam: _module_info,
-# sharded_param, sharded_state, _orig_size, padded_sharded_param_size, _orig_param_uid (not in
-# 2.7).
-
-# Private names of FSDP1, checked in the same torch versions and covered by the same test.
-# FullyShardedDataParallel: _handle, _is_root, _inter_node_pg, process_group; FlatParamHandle:
-# flat_param, uses_sharded_strategy, _fwd_bwd_param_dtype, _orig_param_dtype; FlatParameter:
-# _param_infos, _shared_param_infos, _shapes, _numels, _shard_param_infos, _sharded_size, _params.
-# DistributedDataParallel: _delay_all_reduce_params.
-
 from __future__ import annotations
 
 import math
@@ -59,8 +44,7 @@ from pytest_fsdp_comm.tree.model import AxisPlacement, Precision, ShardUnit, Uni
 _RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
-@upstream.private_names("FSDP2 that fsdp_tree reads")
-def fsdp2_states(visit: Visit) -> list[tuple[FSDPModule, Any]]:
+def _list_fsdp2_states(visit: Visit) -> list[tuple[FSDPModule, Any]]:
     """Return each FSDP2 state with its first module, in registration order."""
     states: dict[int, tuple[FSDPModule, Any]] = {}
     for _, module in visit.layers():
@@ -73,7 +57,7 @@ def fsdp2_states(visit: Visit) -> list[tuple[FSDPModule, Any]]:
 @upstream.private_names("FSDP2 that fsdp_tree reads")
 def fsdp2_meshes(visit: Visit) -> list[DeviceMesh]:
     """Return the meshes of all FSDP2 units."""
-    states = [state for _, state in fsdp2_states(visit)]
+    states = [state for _, state in _list_fsdp2_states(visit)]
     return [group.mesh_info.mesh for state in states for group in groups_of_state(state)]
 
 
@@ -82,7 +66,7 @@ def read_fsdp2(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
     """Read the units of FSDP2 and of its ``replicate``, in registration order."""
     states: list[tuple[UnitKind, Any, tuple[int, ...]]] = []
     kinds_of: dict[int, set[UnitKind]] = {}
-    for module, state in fsdp2_states(visit):
+    for module, state in _list_fsdp2_states(visit):
         kind: UnitKind = "replicate" if type(module).__name__.startswith("Replicate") else "fsdp2"
         ids = [id(member) for member in state._modules or (module,)]
         # Skip modules outside the tree.

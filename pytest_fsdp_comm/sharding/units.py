@@ -97,7 +97,9 @@ def visit_modules(model: object) -> Visit:
         index, alias_of = len(nodes), index_of.get(id(inner))
         if alias_of is None:
             index_of.update((id(layer), index) for layer in (*wrappers, inner))
-            pending += [(child, index, key) for key, child in reversed(_children(inner))]
+            # Avoid named_children(), which skips further places of a child.
+            children = reversed([*inner._modules.items()])
+            pending += [(child, index, key) for key, child in children if child is not None]
         modules.append(inner)
         all_wrappers.append(wrappers)
         nodes.append(
@@ -136,12 +138,6 @@ def _split_off_wrappers(module: nn.Module) -> tuple[tuple[nn.Module, ...], nn.Mo
             return tuple(wrappers), module
         wrappers.append(module)
         module = wrapped
-
-
-def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    # Avoid named_children(), which skips the second place of a child that is registered twice.
-    children = module.__dict__.get("_modules", {})
-    return [(name, child) for name, child in children.items() if child is not None]
 
 
 class AxisNames:
