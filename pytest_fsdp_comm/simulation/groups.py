@@ -203,7 +203,7 @@ def _make_mirrored_parts(
     sent: Sequence[torch.Tensor],
     num_outputs: int,
 ) -> Sequence[torch.Tensor]:
-    """Return the parts from which `_filled` creates the outputs; empty if they are unknown."""
+    """Return the parts that fill the outputs, perhaps repeatedly; empty if they are unknown."""
     rank, size = group.rank(), group.size()
     if kind in {"all_gather", "gather", "broadcast"}:
         return sent
