@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames
-
-_STAND_INS: Final = (
-    ("torch._subclasses.fake_tensor", "FakeTensor"),
-    ("torch._subclasses.functional_tensor", "FunctionalTensor"),
-)
+from pytest_fsdp_comm.recording.private import FakeTensor, FunctionalTensor
 
 
 class Dispatch(IntEnum):
@@ -35,25 +30,11 @@ class Dispatch(IntEnum):
 def dispatch_of(cls: type) -> Dispatch:
     """Return how a tensor class runs operations."""
     method: Any = getattr(cls, "__torch_dispatch__", None)
-    if (
-        method is None
-        or method is torch.Tensor.__torch_dispatch__
-        or issubclass(cls, _find_tracing_tensor_classes())
-    ):
+    if method is None or method is torch.Tensor.__torch_dispatch__:
+        return Dispatch.NONE
+    if issubclass(cls, (FakeTensor, FunctionalTensor)):  # they work only inside their own modes
         return Dispatch.NONE
     return Dispatch.WRAPPER if _has_tensor_flatten(cls) else Dispatch.OPAQUE
-
-
-def is_dtensor_class(cls: type) -> bool:
-    """Whether a class is DTensor itself, not a subclass. CommDebugMode makes the same check."""
-    module = sys.modules.get("torch.distributed.tensor")  # no DTensor exists before this import
-    return module is not None and cls is module.DTensor
-
-
-def is_dtensor(thing: object) -> bool:
-    """Whether an object is a DTensor or an instance of a subclass."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(thing, module.DTensor)
 
 
 def unwrap_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -74,13 +55,6 @@ def unwrap_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def _has_tensor_flatten(cls: type) -> bool:
     # torch.compile requires these methods of wrappers (torch 2.1 and newer).
     return hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
-
-
-def _find_tracing_tensor_classes() -> tuple[type, ...]:
-    """Return torch's tensor classes for tracing, which work only inside their dispatch mode."""
-    # Look in sys.modules: if nothing has imported the module, no tensor can have the class.
-    modules = ((sys.modules.get(module), name) for module, name in _STAND_INS)
-    return tuple(getattr(module, name) for module, name in modules if module is not None)
 
 
 class RedistributionWatch:

@@ -31,11 +31,12 @@ from operator import attrgetter
 from typing import Any, Final
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Gap
 from pytest_fsdp_comm.recording import active
-from pytest_fsdp_comm.recording.dtensors import Dispatch, dispatch_of, is_dtensor_class
+from pytest_fsdp_comm.recording.dtensors import Dispatch, dispatch_of
 from pytest_fsdp_comm.recording.module_trace import ModuleTracer
 from pytest_fsdp_comm.recording.operations import NAMESPACES, VALUE_READS, Call, call_of
 from pytest_fsdp_comm.recording.overlap import current_overlap, run_and_issue
@@ -260,7 +261,8 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         communicates = getattr(func, "namespace", None) in NAMESPACES
         dispatch = max(map(dispatch_of, types), default=Dispatch.NONE)
         if dispatch is Dispatch.WRAPPER:
-            if self._tracer is not None and any(map(is_dtensor_class, types)):
+            # As in CommDebugMode, operations on subclasses of DTensor do not count.
+            if self._tracer is not None and DTensor in types:
                 self._tracer.note(func, args)
             return NotImplemented
         if dispatch is Dispatch.OPAQUE and not communicates:

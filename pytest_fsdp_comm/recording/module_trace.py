@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import RecordingError
-from pytest_fsdp_comm.recording.dtensors import is_dtensor
 from pytest_fsdp_comm.recording.owners.attribution import BackwardMap, Maker
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, clean_fqn, has_forward
@@ -117,7 +117,7 @@ class ModuleTracer:
         # Skip operations on fake tensors: DTensor runs them to infer the shapes of results.
         if dtensor_args is None and self._fake_mode() is not None:
             return
-        dtensors = [arg for arg in dtensor_args or () if is_dtensor(arg)]
+        dtensors = [arg for arg in dtensor_args or () if isinstance(arg, DTensor)]
         operation = {
             "name": func,
             "input_shape": [arg.shape for arg in dtensors],
@@ -200,7 +200,7 @@ def _make_model_gone_error() -> RecordingError:
 
 
 def _placements(parameter: Any) -> Placements:
-    return tuple(parameter.placements) if is_dtensor(parameter) else None
+    return tuple(parameter.placements) if isinstance(parameter, DTensor) else None
 
 
 def _parameters(module: nn.Module | None) -> dict[str, torch.Tensor]:

@@ -9,6 +9,8 @@ READER: Final = "a class or module that comm_mode reads"
 
 with upstream.private_names(READER):
     from torch._ops import OpOverload
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["READER", "OpOverload", "TorchDispatchMode"]
+__all__ = ["READER", "FakeTensor", "FunctionalTensor", "OpOverload", "TorchDispatchMode"]

@@ -37,6 +37,8 @@ NAMES = {
         "torch._dynamo.trace_rules add",
         "torch._dynamo.callback callback_handler",
         "torch._ops OpOverload",
+        f"{FAKE} FakeTensor",
+        "torch._subclasses.functional_tensor FunctionalTensor",
         "torch.utils._python_dispatch TorchDispatchMode",
         "torch.UntypedStorage _cdata",
         "torch.distributed.tensor._redistribute Redistribute redistribute_local_tensor",
