@@ -31,7 +31,6 @@ _STARTED_IN: Final = "_fsdp_comm_recordings"
 _lock = threading.Lock()
 _recorders: tuple[Recorder, ...] = ()
 
-# Checked in torch 2.6 to 2.15.
 _is_stashed: Callable[[str], bool] = look_up("torch._C", "_is_key_in_tls")
 _stashed: Callable[[str], tuple[Recorder, ...]] = look_up("torch._C", "_get_obj_in_tls")
 _stash: Callable[[str, tuple[Recorder, ...]], None] = look_up("torch._C", "_stash_obj_in_tls")

@@ -72,7 +72,6 @@ class RedistributionWatch:
         """Return the fields of a `Redistribution` at its first collective, else None."""
         # `variables` are the locals of torch's redistribute_local_tensor.
         try:
-            # Checked in torch 2.6, 2.9, 2.11 and 2.13.
             current, target = variables["current_spec"], variables["target_spec"]
             local = variables["local_tensor"]
         except KeyError as missing:

@@ -17,7 +17,7 @@ from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.recording.private import TorchDispatchMode
 
 _USE = "an estimate relies on"
-# The memory kinds of FSDPMemTracker that each field of `Estimate` sums up (checked in torch 2.13).
+# The memory kinds of FSDPMemTracker that each field of `Estimate` sums up.
 _TRACKED = {
     "parameters_nbytes": ("Sharded Param", "Buffer"),
     "gradients_nbytes": ("Sharded Grad", "Unsharded Grad", "Reduce Scatter"),
@@ -58,7 +58,6 @@ class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        # Checked in torch 2.13.
         self._fake_mode = upstream.look_up("torch._guards", "active_fake_mode", _USE)
         self._outer = self._fake_mode()
         self.total = 0

@@ -12,7 +12,7 @@
 # other libraries.
 # Another library's kernel shadows ours: if it is registered during a block, the recording has a
 # gap. If it was registered before, or torch lacks the private functions, a dispatch mode records
-# the calls of the block's thread instead. Private names of torch were checked in 2.6 to 2.15.
+# the calls of the block's thread instead.
 
 # Note [Subclasses pass through]
 # A dispatch mode receives an operation before the tensor subclass does. If the mode runs the

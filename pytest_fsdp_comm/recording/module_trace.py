@@ -59,7 +59,6 @@ class TracedModule:
         if not now.keys() >= self.placements.keys():
             raise _make_model_gone_error()
         # Reading `.data` dispatches an operation: hide it from the recording and the test's modes.
-        # Checked in torch 2.6 to 2.15.
         with upstream.look_up("torch.utils._python_dispatch", "_disable_current_modes")():
             return {name: now[name].data for name in self.placements}
 
@@ -89,7 +88,6 @@ class ModuleTracer:
     def __init__(self, backward: BackwardMap, units: UnitWatch) -> None:
         self._backward = backward
         self._units = units
-        # Checked in torch 2.13.
         self._fake_mode = upstream.look_up("torch._guards", "active_fake_mode")
         self._operations: list[tuple[TracedModule | None, dict[str, Any]]] = []
         self._traced: dict[int, TracedModule] = {}  # keyed by id, valid while the module exists

@@ -2,7 +2,6 @@
 
 # The tables list dispatched operations, not functions of torch.distributed, because functions come
 # and go: dist.all_gather_single is new in torch 2.13, but it still calls c10d._allgather_base_.
-# Checked in torch 2.6, 2.9, 2.11 and 2.13.
 
 from __future__ import annotations
 

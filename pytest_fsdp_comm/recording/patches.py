@@ -14,7 +14,6 @@
 # collectives and attribute them to the code that registered the callback.
 # Code that captured a function before the block, such as the hooks of an autograd graph, calls the
 # original, so we do not see these calls.
-# Checked in torch 2.6 to 2.15.
 
 from __future__ import annotations
 

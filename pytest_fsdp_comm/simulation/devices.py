@@ -5,8 +5,7 @@
 # results with the cuda device. Operations on marked tensors return marked tensors. To user code,
 # marked tensors are on cuda, and `torch.cuda` has an H100. To torch itself, all tensors are on the
 # CPU, so it communicates exactly as it does on the CPU. This module only has to patch calls that
-# fail before any operation is dispatched, and attributes that user code reads. Checked in torch
-# 2.7, 2.13 and 2.15.
+# fail before any operation is dispatched, and attributes that user code reads.
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Patches process groups and meshes while a rank is simulated."""
 
 # The rank numbers of a mesh and the bytes of pickled objects stay real tensors, because torch reads
-# their values. Checked in torch 2.7 to 2.15.
+# their values.
 
 from __future__ import annotations
 

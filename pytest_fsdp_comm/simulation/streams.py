@@ -8,7 +8,6 @@
 #   once. Instead, the first operation that uses the result waits, as with AsyncCollectiveTensor.
 # - Autograd runs a node on the stream of its forward, after the streams that computed its inputs.
 # FSDP2 takes its streams from torch.cpu, since simulated tensors are on the CPU.
-# Checked in torch 2.7, 2.13 and 2.15.
 
 from __future__ import annotations
 

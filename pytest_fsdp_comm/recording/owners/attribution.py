@@ -98,7 +98,6 @@ class BackwardMap:
     """Map a backward node to the module whose forward created it. See Note [Backward map]."""
 
     def __init__(self) -> None:
-        # These private functions are the same in torch 2.7 to 2.15.
         self._next_number: Callable[[], int] = look_up("torch.autograd", "_get_sequence_nr")
         self._current_node: Callable[[], Any] = look_up("torch._C", "_current_autograd_node")
         self._current_task: Callable[[], int] = look_up("torch._C", "_current_graph_task_id")

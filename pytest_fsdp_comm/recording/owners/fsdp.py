@@ -5,8 +5,7 @@
 # wrapped methods are running form a stack. The innermost unit that communicates for its parameters
 # owns the collective; the outermost unit issued it. Under prefetch, the two differ. We do not read
 # the owner from torch's profiler labels, because their FQNs are relative to the FSDP root, empty
-# with several roots or none, and missing before lazy initialisation. torch's names and arguments
-# were checked in 2.6, 2.9, 2.11 and 2.13; tests/recording/test_contracts.py fails if one changes.
+# with several roots or none, and missing before lazy initialisation.
 
 # Note [Reshard after forward]
 # With reshard_after_forward=<int>, a unit stays sharded over a smaller group between forward and

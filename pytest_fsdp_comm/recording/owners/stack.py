@@ -27,7 +27,6 @@ from pytest_fsdp_comm.recording.frames import (
     walk_outwards,
 )
 
-# Checked in torch 2.6, 2.9, 2.11 and 2.13; tests/recording/test_contracts.py fails if one moves.
 _CALL_MODULE: Final[CodeType] = upstream.look_up("torch.nn", "Module._call_impl").__code__
 """The code object of the function that every module call runs."""
 

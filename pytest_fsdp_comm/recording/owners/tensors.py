@@ -42,7 +42,6 @@ _HAS_ALL: Final = frozenset({Phase.OPTIMIZER, Phase.OUTSIDE})
 _RUNS_MODULES: Final = frozenset({Phase.FORWARD, Phase.RECOMPUTE})
 
 # Autograd nodes that pass a gradient on, and change only its placement, dtype, shape or memory.
-# Checked in torch 2.6 to 2.13.
 _PASSES_ON: Final = frozenset(
     {
         *("RedistributeBackward", "NestedRedistributeBackward"),
