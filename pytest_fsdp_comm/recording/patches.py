@@ -76,6 +76,17 @@ def patch_attributes(*attributes: Replacement) -> Iterator[None]:
         _revert_patches(patches)
 
 
+def wrap_attribute(holder: object, name: str, function: Callable[..., object]) -> Replacement:
+    """Replace a function by `function`, which gets the original as its first argument."""
+    original = getattr(holder, name)
+
+    @functools.wraps(original)
+    def run(*args: object, **kwargs: object) -> object:
+        return function(original, *args, **kwargs)
+
+    return holder, name, run
+
+
 def _apply_patches(patches: Iterable[_Patch]) -> None:
     for patch in patches:
         patch.apply()

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from pytest_fsdp_comm.errors import RecordingError, UnseenCollectivesWarning
 from pytest_fsdp_comm.recording.comm_mode import CommMode
-from pytest_fsdp_comm.recording.patches import patch_attributes
+from pytest_fsdp_comm.recording.patches import patch_attributes, wrap_attribute
 from pytest_fsdp_comm.recording.script import (
     FIRST,
     ScriptEnded,
@@ -53,11 +54,10 @@ class StepRecorder:
         self._stepped: dict[int, torch.optim.Optimizer] = {}
         self._num_calls = 0
         self._undo = contextlib.ExitStack()
-        scaler = torch.amp.GradScaler
         self._undo.enter_context(
             patch_attributes(
-                (scaler, "step", self._wrap_scaler_step(scaler.step)),
-                (nn.Module, "eval", self._wrap_eval(nn.Module.eval)),
+                wrap_attribute(torch.amp.GradScaler, "step", self._step_scaler),
+                wrap_attribute(nn.Module, "eval", self._evaluate),
             )
         )
 
@@ -122,25 +122,19 @@ class StepRecorder:
             with contextlib.suppress(UnseenCollectivesWarning):
                 self._mode.__exit__(None, None, None)
 
-    def _wrap_eval(self, original: Any) -> object:
-        def evaluate(module: nn.Module) -> object:
-            is_trained = any(module is model for model in self._trained)
-            self.has_evaluation |= self._is_recording and is_trained
-            return original(module)
+    def _evaluate(self, evaluate: Any, module: nn.Module) -> object:
+        is_trained = any(module is model for model in self._trained)
+        self.has_evaluation |= self._is_recording and is_trained
+        return evaluate(module)
 
-        return evaluate
-
-    def _wrap_scaler_step(self, original: Any) -> object:
-        def step(
-            scaler: object, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
-        ) -> object:
-            num_calls = self._num_calls
-            result = original(scaler, optimizer, *args, **kwargs)
-            if self._num_calls == num_calls:
-                self(optimizer, is_skipped=True)
-            return result
-
-        return step
+    def _step_scaler(
+        self, step: Any, scaler: object, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> object:
+        num_calls = self._num_calls
+        result = step(scaler, optimizer, *args, **kwargs)
+        if self._num_calls == num_calls:
+            self(optimizer, is_skipped=True)
+        return result
 
 
 def _find_trained_modules(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Module]:
@@ -160,15 +154,13 @@ def _find_trained_modules(optimizers: Iterable[torch.optim.Optimizer]) -> list[n
     return [module for _, module in sorted(first.items())]
 
 
-@contextlib.contextmanager
-def keep_existing_group() -> Iterator[None]:
+def keep_existing_group() -> AbstractContextManager[None]:
     """Make a script use the existing process group: creating or destroying any has no effect."""
     names = ("init_process_group", "destroy_process_group")
     holders = (dist, distributed_c10d)
-    with patch_attributes(
+    return patch_attributes(
         *((where, name, lambda *_, **__: None) for where in holders for name in names)
-    ):
-        yield
+    )
 
 
 def record_script(

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
 import sys
@@ -41,7 +40,7 @@ from pytest_fsdp_comm.recording.frames import (
     is_outside_torch,
     torch_path_prefix,
 )
-from pytest_fsdp_comm.recording.patches import Replacement, patch_attributes
+from pytest_fsdp_comm.recording.patches import Replacement, patch_attributes, wrap_attribute
 from pytest_fsdp_comm.recording.value_dependence import note_answer
 from pytest_fsdp_comm.simulation.gpu_functions import gpu_function_patches
 from pytest_fsdp_comm.simulation.memory import SimulationError
@@ -287,13 +286,12 @@ def _tensor_patches() -> Iterator[Replacement]:
 
 
 def _mesh_patches() -> Iterator[Replacement]:
-    make = DeviceMesh.__init__
-
-    @functools.wraps(make)
-    def init(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+    def init(
+        make: Callable[..., None], mesh: DeviceMesh, /, device_type: str, *args: Any, **kwargs: Any
+    ) -> None:
         _state.has_mesh |= device_type == "cuda"
         SimulatedTensors.has_cuda |= device_type == "cuda"
-        make(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+        make(mesh, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     # `device_type` is a property since torch 2.10, and an attribute in earlier versions.
     def read(mesh: DeviceMesh) -> str:
@@ -309,22 +307,22 @@ def _mesh_patches() -> Iterator[Replacement]:
         for tensor in (*parameters, *buffers) if _state.has_mesh else ():
             mark_with_device(tensor, _make_current_device())
 
-    yield DeviceMesh, "__init__", init
+    yield wrap_attribute(DeviceMesh, "__init__", init)
     yield DeviceMesh, "device_type", property(read, write)
     modules = [module for module in (_fsdp_init, _fully_shard) if hasattr(module, _MOVE)]
     if not modules:
         raise moved_error("torch", f"{_fsdp_init.__name__}.{_MOVE}", _USE)
     for module in modules:
-        yield module, _MOVE, functools.partial(move_and_mark, getattr(module, _MOVE))
+        yield wrap_attribute(module, _MOVE, move_and_mark)
 
 
 def fsdp1_patches() -> Iterator[Replacement]:
     """Make FSDP1 use the CPU, and mark the parameters with the device that they would be on."""
-    wrap = FullyShardedDataParallel.__init__
-    signature = inspect.signature(wrap)
+    signature = inspect.signature(FullyShardedDataParallel.__init__)
 
-    @functools.wraps(wrap)
-    def init(wrapper: FullyShardedDataParallel, *args: object, **kwargs: object) -> None:
+    def init(
+        wrap: Callable[..., None], wrapper: nn.Module, /, *args: object, **kwargs: object
+    ) -> None:
         call = signature.bind(wrapper, *args, **kwargs)
         device, offload = (call.arguments.get(name) for name in ("device_id", "cpu_offload"))
         call.arguments["device_id"] = CPU
@@ -344,7 +342,7 @@ def fsdp1_patches() -> Iterator[Replacement]:
             for tensor in (*wrapper.parameters(), *wrapper.buffers()):
                 mark_with_device(tensor, device)
 
-    yield FullyShardedDataParallel, "__init__", init
+    yield wrap_attribute(FullyShardedDataParallel, "__init__", init)
     # FSDP1 cannot offload parameters or state dicts to the CPU if it computes there.
     handle = look_up("torch.distributed.fsdp._flat_param", "FlatParamHandle", _USE)
     yield handle, "to_cpu", lambda _: contextlib.nullcontext()
@@ -360,9 +358,8 @@ def _gpu_only_patches() -> Iterator[Replacement]:
         return [*original(*args, **kwargs), *(["cpu"] if is_cuda_used() else [])]
 
     for name, module in sys.modules.items():
-        original = vars(module).get(_CAPTURABLE) if name.startswith("torch.optim.") else None
-        if original is not None:
-            yield module, _CAPTURABLE, functools.partial(capturable, original)
+        if name.startswith("torch.optim.") and hasattr(module, _CAPTURABLE):
+            yield wrap_attribute(module, _CAPTURABLE, capturable)
     yield batchnorm, "sync_batch_norm", _SyncBatchNorm
     index = look_up(distributed.__name__, _INDEX, _USE)
     # If `device_ids` have no index, DDP asks torch for the current GPU, and torch finds none.
@@ -399,10 +396,8 @@ def _make_statistics(batch: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _amp_patches() -> Iterator[Replacement]:
-    cast_, scale = torch.autocast.__init__, GradScaler.__init__
-
-    def autocast(
-        block: Any, device_type: str, dtype: Any = None, enabled: bool = True, **kwargs: Any
+    def init_autocast(
+        init: Any, block: Any, device_type: str, dtype: Any = None, enabled: bool = True, **how: Any
     ) -> None:
         if device_type.partition(":")[0] == "cuda":
             device_type, dtype = "cpu", dtype or autocast_dtype("cuda")
@@ -410,19 +405,21 @@ def _amp_patches() -> Iterator[Replacement]:
             # CPU than on a GPU.
             if enabled:
                 _state.answer("cpu", "torch.autocast")
-        cast_(block, device_type, dtype, enabled, **kwargs)
+        init(block, device_type, dtype, enabled, **how)
 
-    def init_scaler(scaler: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
-        scale(scaler, "cpu" if device == "cuda" else device, *args, **kwargs)
+    def init_scaler(
+        init: Any, scaler: Any, /, device: str = "cuda", *args: Any, **kwargs: Any
+    ) -> None:
+        init(scaler, "cpu" if device == "cuda" else device, *args, **kwargs)
 
     autocast_dtype = torch.get_autocast_dtype
-    yield torch.autocast, "__init__", autocast
-    yield GradScaler, "__init__", init_scaler
+    yield wrap_attribute(torch.autocast, "__init__", init_autocast)
+    yield wrap_attribute(GradScaler, "__init__", init_scaler)
     for name in (
         *("is_autocast_enabled", "set_autocast_enabled"),
         *("get_autocast_dtype", "set_autocast_dtype"),
     ):
-        yield torch, name, functools.partial(_call_for_cpu, getattr(torch, name))
+        yield wrap_attribute(torch, name, _call_for_cpu)
 
 
 def _call_for_cpu(
@@ -504,10 +501,9 @@ def _replace_outside_torch(
     holder: object, name: str, function: Callable[..., object]
 ) -> Replacement:
     """Replace a function for code outside torch; torch itself still calls the original."""
-    original = getattr(holder, name)
 
-    @functools.wraps(original)
-    def call(*args: object, **kwargs: object) -> object:
-        return (function if _can_see_gpu(sys._getframe(1)) else original)(*args, **kwargs)
+    def call(original: Callable[..., object], /, *args: object, **kwargs: object) -> object:
+        is_outside = _can_see_gpu(sys._getframe(2))  # the caller of the wrapper
+        return (function if is_outside else original)(*args, **kwargs)
 
-    return holder, name, call
+    return wrap_attribute(holder, name, call)

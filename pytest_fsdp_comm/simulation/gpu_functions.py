@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812  # the usual name of this mod
 from torch.nn.attention import flex_attention
 from torch.utils._device import _device_constructors
 
-from pytest_fsdp_comm.recording.patches import Replacement
+from pytest_fsdp_comm.recording.patches import Replacement, wrap_attribute
 from pytest_fsdp_comm.simulation.values import CPU, mark_with_device, marked_device
 
 # Functions that accept a device. torch caches this set for `with torch.device(...)`, so make torch
@@ -26,73 +26,63 @@ _HOP: Final = "flex_attention_hop"
 _EAGER_FLEX: Final = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"  # checked in torch 2.13 and 2.15
 
 
-def gpu_function_patches(
-    device: Callable[[object], object],
-) -> Iterator[Replacement]:
+def gpu_function_patches(device: Callable[[object], object]) -> Iterator[Replacement]:
     """Yield the arguments of `setattr` for each function; `device` turns an index into a device."""
     for name in _CONSTRUCTORS:
-        yield torch, name, _adapt_factory_arguments(getattr(torch, name), device)
+        yield wrap_attribute(torch, name, functools.partial(_make_on_device, device))
     for holder in (torch, torch.Tensor):
-        yield holder, "histc", _wrap_histc(holder.histc)
-    yield torch._C._nn, "pad", _wrap_pad(torch._C._nn.pad)
+        yield wrap_attribute(holder, "histc", _count_bins)
+    yield wrap_attribute(torch._C._nn, "pad", _pad_on_device)
     yield F, "scaled_dot_product_attention", _wrap_attention(F.scaled_dot_product_attention)
     if hasattr(flex_attention, _CHECK):  # without it, torch accepts or rejects the CPU elsewhere
-        yield flex_attention, _CHECK, _wrap_cpu_check(getattr(flex_attention, _CHECK))
+        yield wrap_attribute(flex_attention, _CHECK, _check_device)
     # Without this function, score functions would get no gradients, so raise.
-    yield flex_attention, _HOP, _give_score_function_gradients(getattr(flex_attention, _HOP))
+    yield wrap_attribute(flex_attention, _HOP, _run_with_score_gradients)
     if hasattr(flex_attention, _EAGER_FLEX):  # keeps torch from warning about eager mode
         yield flex_attention, _EAGER_FLEX, True
 
 
-def _wrap_cpu_check(check: Callable[..., None]) -> Callable[..., None]:
-    def run(query: torch.Tensor, *args: object) -> None:
-        if marked_device(query) is None:
-            check(query, *args)
-
-    return run
+def _check_device(check: Callable[..., None], query: torch.Tensor, *args: object) -> None:
+    if marked_device(query) is None:
+        check(query, *args)
 
 
-def _adapt_factory_arguments(
-    make: Callable[..., object], device: Callable[[object], object]
-) -> Callable[..., object]:
+def _make_on_device(
+    device: Callable[[object], object], make: Callable[..., object], /, *args: Any, **kwargs: Any
+) -> object:
     # CPU-only builds of torch reject device indices and `pin_memory`, so convert or drop them.
-    @functools.wraps(make)
-    def run(*args: object, **kwargs: object) -> object:
-        if isinstance(kwargs.get("device"), int):
-            kwargs["device"] = device(kwargs["device"])
-        kwargs.pop("pin_memory", None)
-        return make(*args, **kwargs)
-
-    return run
+    if isinstance(kwargs.get("device"), int):
+        kwargs["device"] = device(kwargs["device"])
+    kwargs.pop("pin_memory", None)
+    return make(*args, **kwargs)
 
 
-def _wrap_pad(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _pad_on_device(
+    pad: Callable[..., torch.Tensor], data: torch.Tensor, /, *args: Any, **kwargs: Any
+) -> torch.Tensor:
     """Keep the result on the GPU; circular padding makes it on the device that torch sees."""
-
-    def pad(data: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        result = original(data, *args, **kwargs)
-        if (device := marked_device(data)) is not None:
-            mark_with_device(result, device)
-        return result
-
-    return pad
+    result = pad(data, *args, **kwargs)
+    if (device := marked_device(data)) is not None:
+        mark_with_device(result, device)
+    return result
 
 
-def _wrap_histc(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _count_bins(
+    histc: Callable[..., torch.Tensor],
+    data: torch.Tensor,
+    bins: int = 100,
+    min: float = 0,  # noqa: A002  # the parameter names of torch
+    max: float = 0,  # noqa: A002  # as above
+) -> torch.Tensor:
     """Make ``histc`` accept integers, as torch does only on a GPU."""
-
-    @functools.wraps(original)
-    def histc(data: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:  # noqa: A002  # the parameter names of torch
-        if data.is_floating_point() or marked_device(data) is None:
-            return original(data, bins, min, max)
-        low, high = (min, max) if min != max else (data.min().item(), data.max().item())
-        low, high = (low - 1, high + 1) if low == high else (int(low), int(high))
-        is_inside = (data >= low) & (data <= high)
-        places = ((data.long() - low) * bins // (high - low)).clamp(0, bins - 1)
-        counts = data.new_zeros(bins)
-        return counts.index_add(0, places.flatten(), is_inside.flatten().to(data.dtype))
-
-    return histc
+    if data.is_floating_point() or marked_device(data) is None:
+        return histc(data, bins, min, max)
+    low, high = (min, max) if min != max else (data.min().item(), data.max().item())
+    low, high = (low - 1, high + 1) if low == high else (int(low), int(high))
+    is_inside = (data >= low) & (data <= high)
+    places = ((data.long() - low) * bins // (high - low)).clamp(0, bins - 1)
+    counts = data.new_zeros(bins)
+    return counts.index_add(0, places.flatten(), is_inside.flatten().to(data.dtype))
 
 
 def _wrap_attention(original: Callable[..., object]) -> Callable[..., object]:
@@ -131,15 +121,12 @@ def _wrap_attention(original: Callable[..., object]) -> Callable[..., object]:
     return attention
 
 
-def _give_score_function_gradients(hop: Callable[..., Any]) -> Callable[..., object]:
+def _run_with_score_gradients(
+    hop: Callable[..., Any], query: torch.Tensor, *args: Any
+) -> tuple[torch.Tensor, ...]:
     """Give gradients to the parameters of a score function, as compiled flex attention does."""
-
-    def run(
-        query: torch.Tensor, key: object, value: object, score_mod: Any, *args: object
-    ) -> object:
-        result, *sums = hop(query, key, value, score_mod, *args)
-        places = [torch.zeros((), dtype=torch.int, device=CPU) for _ in range(4)]
-        score = score_mod(query.new_zeros(()), *places)
-        return (result + 0 * score.to(result.dtype) if score.requires_grad else result, *sums)
-
-    return run
+    result, *sums = hop(query, *args)
+    _, _, score_mod, *_ = args
+    places = [torch.zeros((), dtype=torch.int, device=CPU) for _ in range(4)]
+    score = score_mod(query.new_zeros(()), *places)
+    return (result + 0 * score.to(result.dtype) if score.requires_grad else result, *sums)

@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from pytest_fsdp_comm.recording.frames import find_call_site
-from pytest_fsdp_comm.recording.patches import Replacement
+from pytest_fsdp_comm.recording.patches import Replacement, wrap_attribute
 from pytest_fsdp_comm.simulation.devices import is_cuda_used
 from pytest_fsdp_comm.simulation.memory import SimulationError
 from pytest_fsdp_comm.simulation.process_groups import wrap_with_memory
@@ -55,18 +55,18 @@ def memory_patches(tensors: SimulatedTensors) -> Iterator[Replacement]:
     yield torch.utils.dlpack, "to_dlpack", _simulated_dlpack
     yield torch.UntypedStorage, "data_ptr", _simulated_storage_data_ptr
     for name in ("__getitem__", "_write_file", "cpu"):
-        yield torch.UntypedStorage, name, _wrap_memory_read(getattr(torch.UntypedStorage, name))
+        yield wrap_attribute(torch.UntypedStorage, name, _read_memory)
     for name in ("cast", "memmove", "memset", "string_at"):
-        yield ctypes, name, _wrap_memory_read(getattr(ctypes, name))
-    yield torch, "asarray", _wrap_asarray_of_storage(torch.asarray, tensors)
+        yield wrap_attribute(ctypes, name, _read_memory)
+    yield wrap_attribute(torch, "asarray", functools.partial(_convert_to_array, tensors))
     yield torch, "from_file", wrap_with_memory(torch.from_file, tensors.simulate)
     yield FakeTensor, "numpy", _simulated_numpy
     yield FakeTensor, "tolist", _simulated_tolist
     # These functions read memory before they run any operation that the mode could intercept.
-    for make in (torch.tensor, torch.as_tensor):
-        yield torch, make.__name__, _wrap_tensor_factory(make)
+    for name in ("tensor", "as_tensor"):
+        yield wrap_attribute(torch, name, _make_tensor)
     for place in (torch, torch.Tensor):
-        yield place, "tensor_split", _wrap_tensor_split(place.tensor_split)
+        yield wrap_attribute(place, "tensor_split", _split_tensor)
 
 
 @functools.wraps(_COPY)
@@ -140,19 +140,14 @@ def _simulated_data_ptr(tensor: FakeTensor) -> int:
     )
 
 
-def _wrap_memory_read(function: Callable[..., object]) -> Callable[..., object]:
+def _read_memory(function: Callable[..., object], *args: object) -> object:
     """Make a function raise an error if an argument is a simulated storage or its address."""
-
-    @functools.wraps(function)
-    def read(*args: object) -> object:
-        for arg in args:
-            if (isinstance(arg, int) and arg >= _ADDRESSES) or (
-                isinstance(arg, torch.UntypedStorage) and arg.device.type == "meta"
-            ):
-                _refuse_read()
-        return function(*args)
-
-    return read
+    for arg in args:
+        if (isinstance(arg, int) and arg >= _ADDRESSES) or (
+            isinstance(arg, torch.UntypedStorage) and arg.device.type == "meta"
+        ):
+            _refuse_read()
+    return function(*args)
 
 
 def _simulated_dlpack(tensor: torch.Tensor, **how: Any) -> object:
@@ -163,43 +158,35 @@ def _simulated_dlpack(tensor: torch.Tensor, **how: Any) -> object:
         return values.__dlpack__(**how)
 
 
-def _wrap_asarray_of_storage(
-    convert: Callable[..., torch.Tensor], tensors: SimulatedTensors
-) -> Callable[..., torch.Tensor]:
+def _convert_to_array(
+    tensors: SimulatedTensors, convert: Callable[..., torch.Tensor], data: object, **how: object
+) -> torch.Tensor:
     # safetensors calls this function with storages that it has read from a file.
-    @functools.wraps(convert)
-    def asarray(data: object, **how: object) -> torch.Tensor:
-        if not isinstance(data, torch.UntypedStorage):
-            return convert(data, **how)
-        with unset_fake_temporarily():
-            result = convert(data, **how)
-        return tensors.simulate(result)
-
-    return asarray
+    if not isinstance(data, torch.UntypedStorage):
+        return convert(data, **how)
+    with unset_fake_temporarily():
+        result = convert(data, **how)
+    return tensors.simulate(result)
 
 
-def _wrap_tensor_factory(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _make_tensor(
+    make: Callable[..., torch.Tensor],
+    data: Any,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    **how: object,
+) -> torch.Tensor:
     """Make ``torch.tensor`` and ``as_tensor`` accept lists that contain simulated tensors."""
-
-    @functools.wraps(make)
-    def run(
-        data: Any,
-        *,
-        dtype: Any = None,
-        device: Any = None,
-        requires_grad: bool = False,
-        **how: object,
-    ) -> torch.Tensor:
-        if isinstance(data, torch.Tensor) and make.__name__ == "as_tensor":
-            return data.to(device, dtype)
-        if not _holds_simulated(data):
-            options = {"dtype": dtype, "device": device, "requires_grad": requires_grad, **how}
-            return make(data, **{name: value for name, value in options.items() if value})
-        parts = [part if isinstance(part, torch.Tensor) else run(part) for part in data]
-        with torch.no_grad():
-            return torch.stack(parts).to(device, dtype).requires_grad_(requires_grad)
-
-    return run
+    if isinstance(data, torch.Tensor) and make.__name__ == "as_tensor":
+        return data.to(device, dtype)
+    if not _holds_simulated(data):
+        options = {"dtype": dtype, "device": device, "requires_grad": requires_grad, **how}
+        return make(data, **{name: value for name, value in options.items() if value})
+    parts = [part if isinstance(part, torch.Tensor) else _make_tensor(make, part) for part in data]
+    with torch.no_grad():
+        return torch.stack(parts).to(device, dtype).requires_grad_(requires_grad)
 
 
 def _holds_simulated(data: object) -> bool:
@@ -208,17 +195,17 @@ def _holds_simulated(data: object) -> bool:
     )
 
 
-def _wrap_tensor_split(split: Callable[..., object]) -> Callable[..., object]:
-    @functools.wraps(split)
-    def run(
-        tensor: torch.Tensor, indices_or_sections: object = None, dim: int = 0, **how: object
-    ) -> object:
-        places = how.get("indices", indices_or_sections)
-        if isinstance(places, FakeTensor):
-            places = _simulated_numpy(places).tolist()  # the places are on the host
-        return split(tensor, places, dim)
-
-    return run
+def _split_tensor(
+    split: Callable[..., object],
+    tensor: torch.Tensor,
+    indices_or_sections: object = None,
+    dim: int = 0,
+    **how: object,
+) -> object:
+    places = how.get("indices", indices_or_sections)
+    if isinstance(places, FakeTensor):
+        places = _simulated_numpy(places).tolist()  # the places are on the host
+    return split(tensor, places, dim)
 
 
 def _refuse_read(*_: object) -> object:

@@ -18,7 +18,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.utils._pytree import tree_map_only
 
 from pytest_fsdp_comm.recording.frames import find_call_site, is_outside_torch
-from pytest_fsdp_comm.recording.patches import Replacement
+from pytest_fsdp_comm.recording.patches import Replacement, wrap_attribute
 from pytest_fsdp_comm.simulation.devices import is_cuda_used
 from pytest_fsdp_comm.simulation.groups import RealGroups
 from pytest_fsdp_comm.simulation.memory import SimulationError
@@ -51,15 +51,16 @@ def group_patches(tensors: SimulatedTensors, groups: RealGroups | None) -> Itera
             yield mesh, name, _wrap_with_mesh_cache(real) if name in _MESHES_OF else real
     for name in _OBJECTS:
         real = wrap_with_memory(getattr(distributed_c10d, name), tensors.simulate)
-        yield distributed_c10d, name, _wrap_object_conversion(real, groups)
+        yield distributed_c10d, name, functools.partial(_convert_object, real, groups)
     requested: dict[str, str] = {}
+    get_backend = functools.partial(_get_backend, groups, requested)
+    get_backend_config = functools.partial(_get_backend_config, requested)
     for module in (dist, distributed_c10d):
-        get_config = dist.get_backend_config
-        yield module, "get_backend", _wrap_get_backend(dist.get_backend, groups, requested)
-        yield module, "get_backend_config", _wrap_get_backend_config(get_config, requested)
+        yield wrap_attribute(module, "get_backend", get_backend)
+        yield wrap_attribute(module, "get_backend_config", get_backend_config)
     yield FakeWork, "is_completed", lambda _: True
-    make_group = getattr(distributed_c10d, _MAKE_GROUP)
-    yield distributed_c10d, _MAKE_GROUP, _wrap_make_group(make_group, requested)
+    make_group = functools.partial(_make_group, requested)
+    yield wrap_attribute(distributed_c10d, _MAKE_GROUP, make_group)
     timeout = distributed_c10d.default_pg_timeout
     yield distributed_c10d, "_get_default_timeout", lambda _: timeout
 
@@ -125,68 +126,61 @@ def wrap_with_memory(
     return run
 
 
-def _wrap_object_conversion(
-    convert: Callable[..., object], groups: RealGroups | None
-) -> Callable[..., object]:
-    @functools.wraps(convert)
-    def run(
-        value: Any, place: object, group: Any, *options: object
-    ) -> object:  # torch 2.15 adds an option
-        # Raise before the objects of thousands of ranks are read, which would take minutes.
-        is_gathered = sys._getframe(1).f_code.co_name in _GATHERS
-        group = group or distributed_c10d.GroupMember.WORLD
-        has_peers = group.size() == 1 or (groups is not None and groups.has(group))
-        if (is_gathered and not has_peers) or (
-            convert.__name__ == _OBJECTS[1] and not is_known_without_peers(value)
-        ):
-            raise SimulationError(
-                f"{find_call_site()} receives an object from a rank that does not run (as "
-                "torch.distributed.checkpoint does): create the object on every rank, keep "
-                "checkpoints out of the test, run these ranks with real={'<axis>': <size>}, or run "
-                "the test on real ranks, without simulate="
-            )
-        return convert(value, place, group, *options)
+def _convert_object(
+    convert: Callable[..., object],
+    groups: RealGroups | None,
+    value: Any,
+    place: object,
+    group: Any,
+    *options: object,  # torch 2.15 adds one
+) -> object:
+    # Raise before the objects of thousands of ranks are read, which would take minutes.
+    is_gathered = sys._getframe(1).f_code.co_name in _GATHERS
+    group = group or distributed_c10d.GroupMember.WORLD
+    has_peers = group.size() == 1 or (groups is not None and groups.has(group))
+    if (is_gathered and not has_peers) or (
+        convert.__name__ == _OBJECTS[1] and not is_known_without_peers(value)
+    ):
+        raise SimulationError(
+            f"{find_call_site()} receives an object from a rank that does not run (as "
+            "torch.distributed.checkpoint does): create the object on every rank, keep "
+            "checkpoints out of the test, run these ranks with real={'<axis>': <size>}, or run "
+            "the test on real ranks, without simulate="
+        )
+    return convert(value, place, group, *options)
 
-    return run
 
-
-def _wrap_get_backend(
-    get_backend: Callable[..., str], groups: RealGroups | None, requested: Mapping[str, str]
-) -> Callable[..., str]:
+def _get_backend(
+    groups: RealGroups | None,
+    requested: Mapping[str, str],
+    get_backend: Callable[..., str],
+    group: Any = None,
+) -> str:
     """Make code outside torch see the backend that the caller requested for a group.
 
     Without a request, code sees the backend that a real rank would use.
     """
-
-    @functools.wraps(get_backend)
-    def run(group: Any = None) -> str:
-        fake = get_backend(group)
-        frame = sys._getframe(1)
-        asks: str = frame.f_globals.get("__name__", "")
-        is_real = is_outside_torch(frame) or asks in _SENDS_BY_BACKEND
-        if asks.startswith(_PIPELINES):
-            # Since torch 2.15, pipeline stages that exchange their shapes reject a fake group.
-            is_real = groups is not None and group is not None and groups.has(group)
-        if not is_real:
-            return fake
-        if (backend := _requested_backend(group, requested)) is not None:
-            return dist.Backend(backend)  # torch compares it with `is`
-        return dist.Backend.NCCL if is_cuda_used() else dist.Backend.GLOO
-
-    return run
+    fake = get_backend(group)
+    frame = sys._getframe(2)  # the caller of the wrapper
+    asks: str = frame.f_globals.get("__name__", "")
+    is_real = is_outside_torch(frame) or asks in _SENDS_BY_BACKEND
+    if asks.startswith(_PIPELINES):
+        # Since torch 2.15, pipeline stages that exchange their shapes reject a fake group.
+        is_real = groups is not None and group is not None and groups.has(group)
+    if not is_real:
+        return fake
+    if (backend := _requested_backend(group, requested)) is not None:
+        return dist.Backend(backend)  # torch compares it with `is`
+    return dist.Backend.NCCL if is_cuda_used() else dist.Backend.GLOO
 
 
-def _wrap_get_backend_config(
-    get_config: Callable[..., str], requested: Mapping[str, str]
-) -> Callable[..., str]:
-    @functools.wraps(get_config)
-    def run(group: Any = None) -> str:
-        backend = _requested_backend(group, requested)
-        if backend is None or not is_outside_torch(sys._getframe(1)):
-            return get_config(group)
-        return str(distributed_c10d.BackendConfig(dist.Backend(backend)))
-
-    return run
+def _get_backend_config(
+    requested: Mapping[str, str], get_config: Callable[..., str], group: Any = None
+) -> str:
+    backend = _requested_backend(group, requested)
+    if backend is None or not is_outside_torch(sys._getframe(2)):
+        return get_config(group)
+    return str(distributed_c10d.BackendConfig(dist.Backend(backend)))
 
 
 def _requested_backend(group: dist.ProcessGroup, requested: Mapping[str, str]) -> str | None:
@@ -195,17 +189,14 @@ def _requested_backend(group: dist.ProcessGroup, requested: Mapping[str, str]) -
     return next(filter(None, (requested.get(each.group_name) for each in groups)), None)
 
 
-def _wrap_make_group(make: Callable[..., Any], requested: dict[str, str]) -> Callable[..., object]:
+def _make_group(
+    requested: dict[str, str], make: Callable[..., Any], *args: Any, **kwargs: object
+) -> object:
     """Make new process groups use the fake backend; keep the requested backends by group name."""
-
-    def run(
-        size: int, rank: int, ranks: object, backend: object, *args: object, **kwargs: object
-    ) -> object:
-        made = make(size, rank, ranks, "fake", *args, **kwargs | _FAKE_OPTIONS)
-        # torch requests the fake backend to make further groups like the default group. It returns
-        # no group to ranks outside the group.
-        if str(backend) != "fake" and isinstance(made[0], dist.ProcessGroup):
-            requested[made[0].group_name] = str(backend)
-        return made
-
-    return run
+    size, rank, ranks, backend, *others = args
+    made = make(size, rank, ranks, "fake", *others, **kwargs | _FAKE_OPTIONS)
+    # torch requests the fake backend to make further groups like the default group. It returns no
+    # group to ranks outside the group.
+    if str(backend) != "fake" and isinstance(made[0], dist.ProcessGroup):
+        requested[made[0].group_name] = str(backend)
+    return made

@@ -30,7 +30,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_comm.recording.owners.attribution import find_graph_nodes
-from pytest_fsdp_comm.recording.patches import Replacement
+from pytest_fsdp_comm.recording.patches import Replacement, wrap_attribute
 from pytest_fsdp_comm.simulation.memory import SimulationError
 from pytest_fsdp_comm.upstream import look_up
 
@@ -44,14 +44,14 @@ _Hook = Callable[[dist.GradBucket], "torch.futures.Future[Any]"]  # type: ignore
 
 def reducer_patches() -> Iterator[Replacement]:
     """Yield the arguments of `setattr` that make DDP use a `SimulatedReducer`."""
-    find = look_up("torch.nn.parallel", f"DistributedDataParallel.{_FIND_RANK}", _USE)
-    verify = look_up("torch.distributed", "_verify_params_across_processes", _USE)
+    look_up("torch.nn.parallel", f"DistributedDataParallel.{_FIND_RANK}", _USE)
+    look_up("torch.distributed", "_verify_params_across_processes", _USE)
     yield dist, "Reducer", SimulatedReducer
     yield dist, "Logger", SimulatedLogger
     yield dist, "_register_comm_hook", _simulated_register_hook
     yield dist, "_register_builtin_comm_hook", _simulated_register_builtin_hook
-    yield dist, "_verify_params_across_processes", _wrap_parameter_verification(verify)
-    yield DistributedDataParallel, _FIND_RANK, _wrap_find_common_rank(find)
+    yield wrap_attribute(dist, "_verify_params_across_processes", _verify_parameters)
+    yield wrap_attribute(DistributedDataParallel, _FIND_RANK, _find_common_rank)
 
 
 class SimulatedBucket(dist.GradBucket):  # type: ignore[misc, name-defined]  # as above
@@ -427,28 +427,25 @@ def _all_reduce_bucket(
     return group.allreduce([sent]).get_future()
 
 
-def _wrap_parameter_verification(verify: Callable[..., None]) -> Callable[..., None]:
+def _verify_parameters(
+    verify: Callable[..., None],
+    group: dist.ProcessGroup,
+    parameters: Sequence[torch.Tensor],
+    *_: object,
+) -> None:
     """Make DDP compare the shapes of all ranks' parameters with tensors that torch can read."""
-
-    @functools.wraps(verify)
-    def run(group: dist.ProcessGroup, parameters: Sequence[torch.Tensor], *_: object) -> None:
-        with unset_fake_temporarily():
-            zeros = [torch.zeros((), dtype=each.dtype, device="cpu") for each in parameters]
-            verify(group, [*map(torch.Tensor.expand, zeros, (each.shape for each in parameters))])
-
-    return run
+    with unset_fake_temporarily():
+        zeros = [torch.zeros((), dtype=each.dtype, device="cpu") for each in parameters]
+        verify(group, [*map(torch.Tensor.expand, zeros, (each.shape for each in parameters))])
 
 
-def _wrap_find_common_rank(find: Callable[..., int]) -> Callable[..., int]:
+def _find_common_rank(
+    find: Callable[..., int], ddp: DistributedDataParallel, _: int, is_candidate: bool
+) -> int:
     """Make DDP choose the last rank, as it does under ``Join`` if all ranks have equal inputs."""
-
-    @functools.wraps(find)
-    def run(ddp: DistributedDataParallel, _: int, is_candidate: bool) -> int:
-        last = int(ddp.process_group.size()) - 1
-        try:
-            return find(ddp, last, is_candidate)
-        except SimulationError:
-            # torch before 2.11 does not tell that its all-reduce computes the maximum.
-            return last
-
-    return run
+    last = int(ddp.process_group.size()) - 1
+    try:
+        return find(ddp, last, is_candidate)
+    except SimulationError:
+        # torch before 2.11 does not tell that its all-reduce computes the maximum.
+        return last

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import io
 import os
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pytest_fsdp_comm.recording.frames import find_call_site
-from pytest_fsdp_comm.recording.patches import Replacement, patch_attributes
+from pytest_fsdp_comm.recording.patches import Replacement, patch_attributes, wrap_attribute
 from pytest_fsdp_comm.recording.value_dependence import SKIPPED, note_answer
 from pytest_fsdp_comm.simulation.memory import SimulationError
 
@@ -44,56 +43,48 @@ class SkippedSaves:
 
     def patches(self) -> Iterator[Replacement]:
         """Yield the arguments of `setattr` for each function that saves tensors."""
-        yield torch, "save", self._wrap_save(torch.save)
+        yield wrap_attribute(torch, "save", self._save)
         # Import these here, because most simulations save nothing.
         for path in (_CHECKPOINT, f"{_CHECKPOINT}.state_dict_saver"):
             module = importlib.import_module(path)
             for name in _CHECKPOINTS:
-                yield module, name, self._wrap_checkpoint(getattr(module, name))
+                yield wrap_attribute(module, name, self._save_checkpoint)
         with contextlib.suppress(ImportError):
             safetensors = importlib.import_module("safetensors.torch")
             for name in ("save", "save_file"):
-                yield safetensors, name, self._wrap_serializer(getattr(safetensors, name))
+                yield wrap_attribute(safetensors, name, self._save_safetensors)
 
     def _note_skipped_save(self, how: str) -> None:
         self._places[f"{find_call_site()} ({how})"] = None
 
-    def _wrap_save(self, save: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(save)
-        def run(data: object, file: object, *args: object, **kwargs: object) -> None:
-            try:
-                # torch notices simulated tensors only after it has replaced the file.
-                save(data, io.BytesIO(), *args, **kwargs)
-            except SimulationError:
-                self._note_skipped_save("torch.save")
-            else:
-                save(data, file, *args, **kwargs)
+    def _save(
+        self, save: Callable[..., None], obj: object, f: object, *args: Any, **kwargs: Any
+    ) -> None:
+        try:
+            # torch notices simulated tensors only after it has replaced the file.
+            save(obj, io.BytesIO(), *args, **kwargs)
+        except SimulationError:
+            self._note_skipped_save("torch.save")
+        else:
+            save(obj, f, *args, **kwargs)
 
-        return run
-
-    def _wrap_checkpoint(self, save: Callable[..., object]) -> Callable[..., object]:
+    def _save_checkpoint(self, save: Callable[..., object], *_: object, **__: object) -> object:
         # Ranks exchange their plans for a checkpoint, even if it contains no tensors.
-        @functools.wraps(save)
-        def run(*_: object, **__: object) -> object:
-            how = f"torch.distributed.checkpoint.{save.__name__}"
-            self._note_skipped_save(how)
-            note_answer(SKIPPED, how)
-            done: Future[None] = Future()
-            done.set_result(None)
-            return done if save.__name__ == "async_save" else None
+        how = f"torch.distributed.checkpoint.{save.__name__}"
+        self._note_skipped_save(how)
+        note_answer(SKIPPED, how)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done if save.__name__ == "async_save" else None
 
-        return run
-
-    def _wrap_serializer(self, save: Callable[..., object]) -> Callable[..., object]:
-        @functools.wraps(save)
-        def run(*args: object, **kwargs: object) -> object:
-            try:
-                return save(*args, **kwargs)
-            except SimulationError:
-                self._note_skipped_save(f"safetensors.torch.{save.__name__}")
-                return b"" if save.__name__ == "save" else None
-
-        return run
+    def _save_safetensors(
+        self, save: Callable[..., object], *args: object, **kwargs: object
+    ) -> object:
+        try:
+            return save(*args, **kwargs)
+        except SimulationError:
+            self._note_skipped_save(f"safetensors.torch.{save.__name__}")
+            return b"" if save.__name__ == "save" else None
 
 
 def process_patches() -> Iterator[Replacement]:
@@ -102,7 +93,7 @@ def process_patches() -> Iterator[Replacement]:
     # `package.spawn` is a function, which hides the module of the same name.
     for module in (package, sys.modules[package.start_processes.__module__]):
         yield module, "start_processes", simulated_start_processes
-    yield BaseProcess, "start", _wrap_process_start(BaseProcess.start)
+    yield wrap_attribute(BaseProcess, "start", _start_process)
 
 
 def simulated_start_processes(
@@ -123,15 +114,12 @@ def simulated_start_processes(
     return SimpleNamespace(join=lambda *_, **__: True, processes=[])
 
 
-def _wrap_process_start(start: Callable[[BaseProcess], None]) -> Callable[[BaseProcess], None]:
-    def run(process: BaseProcess) -> None:
-        function = vars(process).get(_TARGET)
-        module = str(getattr(function, "__module__", ""))
-        if function is not None and not module.startswith(_OF_PYTHON):
-            vars(process)[_TARGET] = _StartedFunction(function, find_call_site())
-        start(process)
-
-    return run
+def _start_process(start: Callable[[BaseProcess], None], process: BaseProcess) -> None:
+    function = vars(process).get(_TARGET)
+    module = str(getattr(function, "__module__", ""))
+    if function is not None and not module.startswith(_OF_PYTHON):
+        vars(process)[_TARGET] = _StartedFunction(function, find_call_site())
+    start(process)
 
 
 class _StartedFunction:

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import _meta_registrations
@@ -18,7 +17,7 @@ from torch.distributed.tensor import _random, _sharding_prop
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from pytest_fsdp_comm.recording.patches import Replacement
+from pytest_fsdp_comm.recording.patches import Replacement, wrap_attribute
 from pytest_fsdp_comm.simulation.process_groups import wrap_with_memory
 
 _CHUNKS = "_chunk_with_empty"
@@ -38,11 +37,8 @@ def sharding_patches() -> Iterator[Replacement]:
     if learn is not None:  # without it, memory estimates are just too large
         yield ShardingPropagator, _LEARN, wrap_with_memory(learn)
     if hasattr(_sharding_prop, _STRIDED):  # without it, simulations are just slower
-        yield (
-            _sharding_prop,
-            _STRIDED,
-            _wrap_strided_shard_search(getattr(_sharding_prop, _STRIDED)),
-        )
+        search = _wrap_strided_shard_search(getattr(_sharding_prop, _STRIDED))
+        yield _sharding_prop, _STRIDED, search
     # DTensor's rand and randn require a tracker of GPU generators, and use nothing else of it.
     if hasattr(_random, _TRACKER):
         tracker = SimpleNamespace(
@@ -52,11 +48,7 @@ def sharding_patches() -> Iterator[Replacement]:
         yield _random, _TRACKER, tracker
         yield _random, "is_rng_supported_mesh", lambda _: True  # the original warns about the CPU
     if hasattr(_meta_registrations, _GROUPED):
-        yield (
-            _meta_registrations,
-            _GROUPED,
-            _wrap_grouped_mm(getattr(_meta_registrations, _GROUPED)),
-        )
+        yield wrap_attribute(_meta_registrations, _GROUPED, _infer_grouped_mm)
 
 
 def _wrap_strided_shard_search(propagate: Callable[..., None]) -> Callable[..., None]:
@@ -76,19 +68,15 @@ def _wrap_strided_shard_search(propagate: Callable[..., None]) -> Callable[..., 
     return run
 
 
-def _wrap_grouped_mm(size: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _infer_grouped_mm(
+    infer: Callable[..., object], *args: Any, scale_a: object = None, **options: object
+) -> object:
     # Like a GPU, torch's meta kernel for grouped matrix products accepts only bfloat16. The CPU
     # also accepts other dtypes, so compute the result's shape for these here.
-    @functools.wraps(size)
-    def run(
-        *args: Any, scale_a: object = None, offs: object = None, **options: object
-    ) -> torch.Tensor:
-        if scale_a is None and args[0].dtype != torch.bfloat16:
-            make: Any = _meta_registrations._create_grouped_mm_output_tensor
-            return cast("torch.Tensor", make(*args[:2], offs, options.get("out_dtype")))
-        return size(*args, scale_a=scale_a, offs=offs, **options)
-
-    return run
+    if scale_a is None and args[0].dtype != torch.bfloat16:
+        make: Any = _meta_registrations._create_grouped_mm_output_tensor
+        return make(*args[:2], options.get("offs"), options.get("out_dtype"))
+    return infer(*args, scale_a=scale_a, **options)
 
 
 class LazyChunks(Sequence[torch.Tensor]):

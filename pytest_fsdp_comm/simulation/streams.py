@@ -46,7 +46,7 @@ from pytest_fsdp_comm.recording.operations import UNKNOWN, VALUE_READS
 from pytest_fsdp_comm.recording.overlap import current_overlap
 from pytest_fsdp_comm.recording.owners.attribution import list_roots
 from pytest_fsdp_comm.recording.owners.stack import BELOW_DISPATCHER
-from pytest_fsdp_comm.recording.patches import Replacement
+from pytest_fsdp_comm.recording.patches import Replacement, wrap_attribute
 from pytest_fsdp_comm.recording.value_dependence import is_mask, is_one_hot_with_classes
 from pytest_fsdp_comm.simulation.memory import OperatorCall
 from pytest_fsdp_comm.simulation.overlap import NOTHING, Clock, Place, Timeline
@@ -229,10 +229,10 @@ def wait_patches() -> Iterator[Replacement]:
     """Replace the ways to wait for a collective."""
     yield from stream_patches(torch.cpu, SimulatedEvent)
     for name in ("wait", "synchronize"):
-        yield FakeWork, name, _wrap_wait(getattr(FakeWork, name))
+        yield wrap_attribute(FakeWork, name, _wait_for_work)
     yield FakeWork, "get_future", _simulated_get_future
     for name in filter(functools.partial(hasattr, dist.ProcessGroup), _COLLECTIVES):
-        yield dist.ProcessGroup, name, _store_outputs_of(getattr(dist.ProcessGroup, name))
+        yield wrap_attribute(dist.ProcessGroup, name, _run_and_store_outputs)
     look_up(functional.__name__, _WRAP)
     yield functional, _WRAP, lambda tensor: tensor
     # DTensor and user code wait themselves if a result is an AsyncCollectiveTensor.
@@ -262,15 +262,13 @@ def _wait_for_result(tensor: FakeTensor) -> FakeTensor:
     return tensor
 
 
-def _wrap_wait(original: Callable[..., object]) -> Callable[..., object]:
-    @functools.wraps(original)
-    def wait(work: object, *args: object, **kwargs: object) -> object:
-        overlap = current_order()
-        if overlap is not None:
-            overlap.wait_for(work)
-        return original(work, *args, **kwargs)
-
-    return wait
+def _wait_for_work(
+    wait: Callable[..., object], work: object, *args: object, **kwargs: object
+) -> object:
+    overlap = current_order()
+    if overlap is not None:
+        overlap.wait_for(work)
+    return wait(work, *args, **kwargs)
 
 
 class _SimulatedFuture(Future[Any]):
@@ -294,17 +292,13 @@ def _simulated_get_future(work: dist.Work) -> _SimulatedFuture:
     return future
 
 
-def _store_outputs_of(collective: Callable[..., object]) -> Callable[..., object]:
-    """Make the future of a collective hold its results."""
-
-    @functools.wraps(collective)
-    def run(group: dist.ProcessGroup, outputs: object, *args: object, **kwargs: object) -> object:
-        work = collective(group, outputs, *args, **kwargs)
-        if isinstance(work, FakeWork):
-            _outputs[work] = [outputs] if isinstance(outputs, torch.Tensor) else outputs
-        return work
-
-    return run
+def _run_and_store_outputs(
+    collective: Callable[..., object], group: object, outputs: object, *args: Any, **kwargs: Any
+) -> object:
+    work = collective(group, outputs, *args, **kwargs)
+    if isinstance(work, FakeWork):
+        _outputs[work] = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+    return work
 
 
 def current_order() -> StreamOrder | None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.recording.frames import is_outside_torch
 from pytest_fsdp_comm.recording.overlap import provide_overlap
-from pytest_fsdp_comm.recording.patches import Replacement, patch_attributes
+from pytest_fsdp_comm.recording.patches import Replacement, patch_attributes, wrap_attribute
 from pytest_fsdp_comm.simulation.devices import simulate_cuda
 from pytest_fsdp_comm.simulation.groups import RealGroups
 from pytest_fsdp_comm.simulation.memory import SimulationError
@@ -108,12 +108,12 @@ def _world_patches(tensors: SimulatedTensors, groups: RealGroups | None) -> Iter
     # Disable TorchScript (as PYTORCH_JIT=0 does), because it cannot compile replaced functions.
     yield torch.jit._state._enabled, "enabled", False
     yield torch.utils, "swap_tensors", tensors.swap
-    yield threading.Thread, "start", _wrap_thread_start(threading.Thread.start, tensors)
+    yield wrap_attribute(threading.Thread, "start", functools.partial(_start_thread, tensors))
     with contextlib.suppress(ImportError):  # import it now, so that its loaders get patched
         importlib.import_module("torchdata.stateful_dataloader")
     for loader in (DataLoader, *_list_subclasses(DataLoader)):
         if "__iter__" in vars(loader):
-            yield loader, "__iter__", _wrap_loader_iter(vars(loader)["__iter__"])
+            yield wrap_attribute(loader, "__iter__", _iterate_without_workers)
     yield from memory_patches(tensors)
 
 
@@ -142,23 +142,18 @@ def add_memory_remedy(error: RuntimeError) -> None:
         error.add_note(f"fsdp-comm: {remedy}")
 
 
-def _wrap_thread_start(
-    start: Callable[[threading.Thread], None], tensors: SimulatedTensors
-) -> object:
+def _start_thread(
+    tensors: SimulatedTensors, start: Callable[[threading.Thread], None], thread: threading.Thread
+) -> None:
     """Also simulate tensors in new threads, because torch's modes are thread-local."""
+    run = thread.run
 
-    @functools.wraps(start)
-    def simulated_start(thread: threading.Thread) -> None:
-        run = thread.run
+    def simulate() -> None:
+        with tensors:
+            run()
 
-        def simulate() -> None:
-            with tensors:
-                run()
-
-        thread.run = simulate  # type: ignore[method-assign]  # works for every subclass of Thread
-        start(thread)
-
-    return simulated_start
+    thread.run = simulate  # type: ignore[method-assign]  # works for every subclass of Thread
+    start(thread)
 
 
 def _list_subclasses(kind: type[object]) -> Iterator[type[object]]:
@@ -167,20 +162,15 @@ def _list_subclasses(kind: type[object]) -> Iterator[type[object]]:
         yield from _list_subclasses(subclass)
 
 
-def _wrap_loader_iter(iterate: Callable[..., object]) -> Callable[..., object]:
+def _iterate_without_workers(iterate: Callable[..., object], loader: DataLoader[object]) -> object:
     """Make a DataLoader run without workers, which would send tensors through shared memory.
 
     It does not pin memory either: torch would warn that there is no GPU.
     """
-
-    @functools.wraps(iterate)
-    def run(loader: DataLoader[object]) -> object:
-        settings = vars(loader)
-        original = {name: settings[name] for name in ("num_workers", "timeout", "pin_memory")}
-        settings.update(num_workers=0, timeout=0, pin_memory=False)
-        try:
-            return iterate(loader)
-        finally:
-            settings.update(original)
-
-    return run
+    settings = vars(loader)
+    original = {name: settings[name] for name in ("num_workers", "timeout", "pin_memory")}
+    settings.update(num_workers=0, timeout=0, pin_memory=False)
+    try:
+        return iterate(loader)
+    finally:
+        settings.update(original)
