@@ -74,7 +74,7 @@ class Pending(Generic[Event]):
         """Return the finished event, with names; the mappings are those of `GroupNames`."""
         call, record = self.attribution, self.record
         values = {**self.fields, "index": self.index, "phase": call.phase}
-        values["issued_in"] = names.find_issuer(call)
+        values["issued_in"] = names.modules.fqn(next(iter(call.issued_in), None))
         values["module" if record is Reshard else "owner"] = names.owner(call)
         kind = values.get("kind", "")
         # Among collectives, only all-gathers have a prefetch distance. An FSDP extension such as
@@ -145,11 +145,6 @@ class OwnerNames:
         for module, amount in () if self._overlap is None else self._overlap.beside(place):
             flops[None if module is None else self.modules.fqn(module)] += amount
         return tuple(Beside(module=fqn, flops=amount) for fqn, amount in flops.items())
-
-    def find_issuer(self, attribution: Attribution) -> str | None:
-        """Return the running module's FQN; None if no module was running, or it has no FQN."""
-        running = attribution.issued_in
-        return self.modules.fqn(running[0]) if running else None
 
     def _find_ddp_replica(self, running: Modules) -> Modules:
         """Return the DDP replica that contains `running`, or else the first replica or root."""
