@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -16,7 +17,11 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.recording.owners.attribution import BackwardMap, Maker
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
-from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, clean_fqn, has_forward
+from pytest_fsdp_comm.recording.owners.module_names import (
+    ModuleNames,
+    has_forward,
+    make_debug_name,
+)
 from pytest_fsdp_comm.recording.private import OpOverload
 
 GLOBAL: Final = "Global"
@@ -145,12 +150,11 @@ class ModuleTracer:
             traced = self._traced[id(module)] = _trace_module(module)
         return traced
 
-    def result(self, roots: Sequence[nn.Module], names: ModuleNames) -> ModuleTrace:
-        """Return the trace so far, with names relative to the roots."""
+    def result(self, names: ModuleNames) -> ModuleTrace:
+        """Return the trace so far."""
         outermost = (traced.module() for traced in self._called if not traced.callers)
-        keys = _map_ids_to_debug_names(
-            (*roots, *(module for module in outermost if module is not None))
-        )
+        outside = _map_ids_to_debug_names(module for module in outermost if module is not None)
+        keys = {**outside, **names.debug_names}
         for traced in {*self._called, *(noted[0] for noted in self._operations)}:
             if traced is not None:
                 traced.settle(keys)
@@ -207,46 +211,29 @@ def _parameters(module: nn.Module | None) -> dict[str, torch.Tensor]:
 
 
 def _map_ids_to_debug_names(roots: Iterable[nn.Module]) -> dict[int, str]:
-    """Return CommDebugMode's names for all modules below the roots, keyed by module ``id``."""
     keys: dict[int, str] = {}
     for root in roots:
         for path, module in root.named_modules():
-            keys.setdefault(id(module), _make_debug_name(type(root).__name__, path))
+            keys.setdefault(id(module), make_debug_name(root, path))
     return keys
 
 
-def _make_debug_name(root: str, path: str) -> str:
-    fqn = clean_fqn(path)
-    return f"{root}.{fqn}" if fqn else root
-
-
 def _make_debug_name_finder(names: ModuleNames) -> Callable[[str], tuple[str, ...]]:
-    # Store ids, not modules, so that no model is kept alive. Few tests need the names, so compute
-    # them lazily.
-    places = [(id(module), has_forward(module)) for module in names.modules]
-    by_id, paths = names.by_id, names.paths
+    # Refer to names, not to modules, so that no model is kept alive.
+    by_fqn = {names.by_id[key]: name for key, name in names.debug_names.items()}
+    called = {names.debug_names[id(module)] for module in names.modules if has_forward(module)}
 
     @functools.cache
-    def name_modules() -> tuple[dict[str, str], set[str]]:
-        first: dict[int, tuple[str, bool, str, str]] = {}
-        for (module, is_callable), path in zip(places, paths, strict=True):
-            first.setdefault(module, (by_id[module], is_callable, *path))
-        keys = {fqn: _make_debug_name(*path) for fqn, _, *path in first.values()}
-        return keys, {
-            _make_debug_name(*path) for _, is_callable, *path in first.values() if is_callable
-        }
-
-    def find_debug_names(owner: str) -> Iterator[str]:
-        keys, callable_ = name_modules()
+    def find_debug_names(owner: str) -> tuple[str, ...]:
         # If a unit has several modules, its name is their FQNs, joined with ``+``.
-        for fqn in [owner] if owner in keys else owner.split("+"):
-            if fqn in keys:
-                yield from (
-                    outer for outer in _list_enclosing_names(keys[fqn]) if outer in callable_
-                )
-                yield keys[fqn]
+        fqns = [owner] if owner in by_fqn else owner.split("+")
+        inner = [by_fqn[fqn] for fqn in fqns if fqn in by_fqn]
+        around = (
+            (*filter(called.__contains__, _list_enclosing_names(name)), name) for name in inner
+        )
+        return tuple(dict.fromkeys(chain.from_iterable(around)))
 
-    return functools.cache(lambda owner: tuple(dict.fromkeys(find_debug_names(owner))))
+    return find_debug_names
 
 
 def _list_enclosing_names(key: str) -> Iterator[str]:

@@ -262,9 +262,9 @@ class Recorder:
             recording=recording,
             names=self._collect_names_to_query(names, units, collectives, axes),
             roots=tuple(map(weakref.ref, self._roots)),
-            trace=(make_trace_without_operations if self._tracer is None else self._tracer.result)(
-                self._roots, names.modules
-            ),
+            trace=make_trace_without_operations(self._roots, names.modules)
+            if self._tracer is None
+            else self._tracer.result(names.modules),
         )
 
     def _collect_gaps_and_notes(

@@ -49,6 +49,12 @@ def clean_fqn(name: str) -> str:
     return ".".join(segment for segment in name.split(".") if segment not in WRAPPER_SEGMENTS)
 
 
+def make_debug_name(root: nn.Module, path: str) -> str:
+    """Return CommDebugMode's name for a module below a root."""
+    kind, fqn = type(root).__name__, clean_fqn(path)
+    return f"{kind}.{fqn}" if fqn else kind
+
+
 class ModuleNames:
     """The FQNs of all modules below some roots, which may be parts of one model."""
 
@@ -61,13 +67,12 @@ class ModuleNames:
         """FQNs, keyed by the module's name with all wrapper segments."""
         self.modules: list[nn.Module] = []
         """All modules, once for each root that contains them; cached because listing is slow."""
-        self.paths: list[tuple[str, str]] = []
-        """For each of `modules`: the class of the root, and the name with all wrapper segments."""
+        self.debug_names: dict[int, str] = {}
+        """CommDebugMode's names, keyed by the module's id."""
         for number, root in enumerate(roots, start=1):
             prefix = "" if number == 1 or are_parts else f"@{number}"
-            named, kind = [*root.named_modules()], type(root).__name__
+            named = [*root.named_modules()]
             fqns, paths = _strip_wrappers(named), [path for path, _ in named]
-            self.paths += [(kind, path) for path in paths]
             if prefix:
                 fqns, paths = (
                     [f"{prefix}.{n}" if n else prefix for n in names] for names in (fqns, paths)
@@ -75,6 +80,8 @@ class ModuleNames:
             ids = [id(module) for _, module in named]
             # A module below two roots gets its name from the first.
             self.by_id = {**dict(zip(ids, fqns, strict=True)), **self.by_id}
+            for path, module in named:
+                self.debug_names.setdefault(id(module), make_debug_name(root, path))
             self.modules += [module for _, module in named]
             self.by_path |= zip(paths, map(self.by_id.__getitem__, ids), strict=True)
 
