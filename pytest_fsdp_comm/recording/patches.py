@@ -156,15 +156,12 @@ def _torch_patches() -> Iterator[Replacement]:
 
 def _list_wrappers() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     """Yield a class or module, the name of a function in it, and what wraps the function."""
-    from torch.distributed.fsdp._fully_shard._fsdp_state import (  # noqa: PLC0415  # loads torch.distributed
-        FSDPState,
-    )
-
     yield nn.Module, "__call__", _wrap_module_call
     for module in (torch.autograd.graph, torch.autograd):
         yield module, "_engine_run_backward", _wrap_engine
-    yield FSDPState, "_pre_forward", _wrap_pre_forward
-    yield FSDPState, "_post_forward", _wrap_post_forward
+    state = upstream.look_up("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
+    yield state, "_pre_forward", _wrap_pre_forward
+    yield state, "_post_forward", _wrap_post_forward
     for holder, name, around in watched_methods():
         yield holder, name, functools.partial(_wrap_watched_method, name, around)
     for name in ("then", "add_done_callback"):

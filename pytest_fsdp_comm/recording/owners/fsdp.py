@@ -170,10 +170,7 @@ class UnitWatch:
     @property
     def owner(self) -> tuple[nn.Module, ...]:
         """The modules of the innermost unit that communicates for its parameters, if any."""
-        for unit in reversed(self.acting):
-            if unit.serves:
-                return unit.modules
-        return ()
+        return next((unit.modules for unit in reversed(self.acting) if unit.serves), ())
 
     @property
     def issuer(self) -> tuple[nn.Module, ...]:
@@ -386,27 +383,23 @@ def replaced_methods(groups: Iterable[object]) -> set[str]:
 
 
 def _list_fsdp2_methods() -> list[tuple[Any, str, Around]]:
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import (  # noqa: PLC0415  # loads torch.distributed
-        FSDPParamGroup,
-    )
-    from torch.distributed.fsdp._fully_shard._fsdp_state import (  # noqa: PLC0415  # see above
-        FSDPState,
-    )
-
+    package = "torch.distributed.fsdp._fully_shard"
+    state = upstream.look_up(f"{package}._fsdp_state", "FSDPState")
+    group = upstream.look_up(f"{package}._fsdp_param_group", "FSDPParamGroup")
     return [
         # Wrap the state's method: it issues explicit prefetches after the group's `pre_backward`.
-        (FSDPState, "_pre_backward", UnitWatch._watch_state_pre_backward),
-        (FSDPParamGroup, "pre_forward", UnitWatch._watch_pre_forward),
-        (FSDPParamGroup, "unshard", UnitWatch._unshard),
-        (FSDPParamGroup, "wait_for_unshard", UnitWatch._watch_wait_for_unshard),
-        (FSDPParamGroup, "reshard", UnitWatch._watch_reshard),
-        (FSDPParamGroup, "pre_backward", UnitWatch._watch_pre_backward),
-        (FSDPParamGroup, "post_backward", UnitWatch._watch_post_backward),
+        (state, "_pre_backward", UnitWatch._watch_state_pre_backward),
+        (group, "pre_forward", UnitWatch._watch_pre_forward),
+        (group, "unshard", UnitWatch._unshard),
+        (group, "wait_for_unshard", UnitWatch._watch_wait_for_unshard),
+        (group, "reshard", UnitWatch._watch_reshard),
+        (group, "pre_backward", UnitWatch._watch_pre_backward),
+        (group, "post_backward", UnitWatch._watch_post_backward),
         # `reshard` calls these two methods, but so do state-dict hooks.
-        (FSDPParamGroup, "_to_sharded", UnitWatch._watch_free),
-        (FSDPParamGroup, "_to_sharded_post_forward", UnitWatch._watch_free),
+        (group, "_to_sharded", UnitWatch._watch_free),
+        (group, "_to_sharded_post_forward", UnitWatch._watch_free),
         # This method frees units that backward prefetched but never used.
-        (FSDPParamGroup, "finalize_backward", UnitWatch._watch_free),
+        (group, "finalize_backward", UnitWatch._watch_free),
     ]
 
 
