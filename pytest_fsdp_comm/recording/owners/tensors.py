@@ -127,11 +127,8 @@ class TensorOwners:
         if operation.kind == "all_gather" and dtensor is None:
             # Other ranks may send shards of different parameters than this rank, so look at the
             # whole output, not only at this rank's shard.
-            places = map(extent_of, _list_plain_tensors(bound.get(operation.received)))
-            label = (
-                merge_labels([self._label_at(at, whole=False) for at in places if at is not None])
-                or label
-            )
+            places = _list_extents(bound.get(operation.received))
+            label = merge_labels([self._label_at(at, whole=False) for at in places]) or label
         return Carried(label)
 
     def follow(self, operation: Operation, call: Attribution, received: Iterable[Any]) -> None:
@@ -225,13 +222,7 @@ class TensorOwners:
             return None
         labels, is_within = [], False
         for candidate in candidates:
-            places = [
-                at
-                for at in map(
-                    extent_of, _list_plain_tensors(_labelled_value_or_gradient(candidate))
-                )
-                if at is not None
-            ]
+            places = _list_extents(_labelled_value_or_gradient(candidate))
             places = [place for place in places if _has_overlap(place, extent)]
             if places:
                 labels.append(candidate)
@@ -342,6 +333,11 @@ def _can_be_parameter_copy(tensor: Any, modules: Modules) -> bool:
 
 def _list_plain_tensors(value: object) -> Sequence[torch.Tensor]:
     return [plain for tensor in tensors_in(value) for plain in unwrap_tensors(tensor)]
+
+
+def _list_extents(value: object) -> list[Extent]:
+    extents = map(extent_of, _list_plain_tensors(value))
+    return [extent for extent in extents if extent is not None]
 
 
 def _version(tensor: torch.Tensor) -> int:
