@@ -282,17 +282,14 @@ def _kind_listed_by_gloo(call: Pending[Collective]) -> str:
 
 def _summarize_call(call: Pending[Collective]) -> list[_Sent]:
     """Return the collectives that the flight recorder lists for a recorded call under gloo."""
+    kind, fields = _kind_listed_by_gloo(call), call.fields
     if call.parts:
-        return [
-            _Sent(_kind_listed_by_gloo(call), _map_dtypes([dtype]), nbytes)
-            for dtype, nbytes in call.parts
-        ]
-    dtype, nbytes = call.fields["dtype"], call.fields["nbytes_sent"]
-    if call.fields["kind"] in {"broadcast", "scatter"} and not nbytes:  # most ranks only receive
-        nbytes = call.fields["nbytes_received"]
-    return [
-        _Sent(_kind_listed_by_gloo(call), _map_dtypes(dtype.split("+") if dtype else ()), nbytes)
-    ]
+        return [_Sent(kind, _map_dtypes([dtype]), nbytes) for dtype, nbytes in call.parts]
+    dtypes = fields["dtype"].split("+") if fields["dtype"] else ()
+    nbytes = fields["nbytes_sent"]
+    if fields["kind"] in {"broadcast", "scatter"} and not nbytes:  # most ranks only receive
+        nbytes = fields["nbytes_received"]
+    return [_Sent(kind, _map_dtypes(dtypes), nbytes)]
 
 
 def _summarize_flight(flight: Flight) -> _Sent:
