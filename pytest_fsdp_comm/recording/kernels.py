@@ -132,9 +132,7 @@ def _search_communicating_operations(*_registered: int) -> Mapping[str, Call]:
 def _overload(name: str) -> OpOverload:
     namespace, _, qualified = name.partition("::")
     packet, _, overload = qualified.partition(".")
-    func: OpOverload = getattr(
-        getattr(getattr(torch.ops, namespace), packet), overload or "default"
-    )
+    func: OpOverload = attrgetter(f"{namespace}.{packet}.{overload or 'default'}")(torch.ops)
     return func
 
 
