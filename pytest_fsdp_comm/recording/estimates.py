@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,8 +49,7 @@ class Estimate:
 
     @property
     def peak_nbytes(self) -> int:
-        names = [field.name for field in fields(self) if field.name != "flops"]
-        return sum(getattr(self, name) for name in names)
+        return sum(getattr(self, name) for name in _TRACKED)
 
 
 class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
