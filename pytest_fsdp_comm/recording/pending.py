@@ -85,10 +85,8 @@ class Pending(Generic[Event]):
         if record is Collective:
             if gather and gather.dtypes and values["dtype"] == "uint8":
                 values["dtype"] = joined_dtypes(chain(*gather.dtypes))
-            values["source"], values["role"] = (
-                call.source,
-                _decide_role(kind, values["dtype"], call),
-            )
+            values["source"] = call.source
+            values["role"] = _decide_role(kind, values["dtype"], call)
             axis = None
             if self.group is not None:
                 axis = axes[self.group]
@@ -126,13 +124,16 @@ class OwnerNames:
 
     def owner(self, attribution: Attribution) -> str | None:
         """Return the owner's FQN; None if there is no owner, or it is outside all roots."""
+        return self.modules.join_fqns(self._find_owning_modules(attribution))
+
+    def _find_owning_modules(self, attribution: Attribution) -> Modules:
         label = attribution.label
         if label is not None:
             registering = self._modules_by_parameter_id.get(id(label.parameter), {})
-            return self.modules.join_fqns(tuple(registering.values()))
+            return tuple(registering.values())
         if attribution.source is Source.DDP:
-            return self.modules.join_fqns(self._find_ddp_replica(attribution.issued_in))
-        return self.modules.join_fqns(attribution.owner)
+            return self._find_ddp_replica(attribution.issued_in)
+        return attribution.owner
 
     def parameters(self, registered: Iterable[tuple[nn.Module, str]]) -> tuple[str, ...]:
         """Return the FQNs of parameters; each is given as its module and its name there."""
@@ -160,13 +161,7 @@ class OwnerNames:
         # are several. `after` is the number of all passes that began before the reduction.
         if len(self._backwards) <= 1:
             return None, None
-        source, modules = call.source, call.owner
-        if call.label is not None:
-            modules = tuple(
-                self._modules_by_parameter_id.get(id(call.label.parameter), {}).values()
-            )
-        elif source is Source.DDP:
-            modules = self._find_ddp_replica(call.issued_in)
+        source, modules = call.source, self._find_owning_modules(call)
         ids = tuple(map(id, modules))
         if (source, ids) not in self._passes:
             leaves = {id(parameter) for module in modules for parameter in module.parameters()}
