@@ -386,18 +386,18 @@ class Recorder:
         operation = call.operation
         bound = call.bind(args, kwargs)
         unit = self._attribute_to_unit() if call.may_be_units and not kwargs else None
-        scan = StackScan() if unit is not None else scan_stack()
-        dtensor = find_redistributed_dtensor(scan.redistribution)
-        attribution = unit or self._attribute_from_stack(scan, call.namespace)
-        if unit is None:
+        if unit is not None:
+            scan, dtensor, attribution = StackScan(), None, unit
+            call_site, is_of_backward = find_call_site(), unit.phase is Phase.BACKWARD
+            if operation.kind in REDUCING:
+                self.tensors.expect_new_gradients()
+        else:
+            scan = scan_stack()
+            dtensor = find_redistributed_dtensor(scan.redistribution)
+            attribution = self._attribute_from_stack(scan, call.namespace)
             attribution.carried = self.tensors.find_carried_parameter(
                 scan, operation, bound, attribution, dtensor
             )
-        elif operation.kind in REDUCING:
-            self.tensors.expect_new_gradients()
-        if unit is not None:
-            call_site, is_of_backward = find_call_site(), unit.phase is Phase.BACKWARD
-        else:
             call_site, is_of_backward = scan.call_site, scan.is_of_backward
         is_callback = getattr(self._here, "attribution", None) is not None
         is_unordered = is_callback or self not in entered_recorders()
