@@ -33,7 +33,8 @@ def gpu_function_patches(device: Callable[[object], object]) -> Iterator[Replace
     for holder in (torch, torch.Tensor):
         yield wrap_attribute(holder, "histc", _count_bins)
     yield wrap_attribute(torch._C._nn, "pad", _pad_on_device)
-    yield F, "scaled_dot_product_attention", _wrap_attention(F.scaled_dot_product_attention)
+    # The replacement keeps the name by which context parallelism finds this function.
+    yield wrap_attribute(F, "scaled_dot_product_attention", _attend)
     if hasattr(flex_attention, _CHECK):  # without it, torch accepts or rejects the CPU elsewhere
         yield wrap_attribute(flex_attention, _CHECK, _check_device)
     # Without this function, score functions would get no gradients, so raise.
@@ -85,40 +86,35 @@ def _count_bins(
     return counts.index_add(0, places.flatten(), is_inside.flatten().to(data.dtype))
 
 
-def _wrap_attention(original: Callable[..., object]) -> Callable[..., object]:
+def _attend(  # noqa: PLR0913, PLR0917  # torch's signature
+    attend: Callable[..., object],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: object,
+) -> object:
     """Make attention call a fused GPU kernel, because DTensor cannot shard the CPU kernels."""
-
-    # `wraps` keeps the name by which context parallelism finds this function and replaces it.
-    @functools.wraps(original)
-    def attention(  # noqa: PLR0913, PLR0917  # torch's signature
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **options: object,
-    ) -> object:
-        inputs, enabled = [query, key, value], torch.backends.cuda
-        is_on_gpu = any(isinstance(tensor, DTensor) or marked_device(tensor) for tensor in inputs)
-        is_fused = enabled.flash_sdp_enabled() or enabled.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        is_fused |= enabled.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]  # as above
-        if not (is_on_gpu and is_fused and query.dim() == len("BHSD")):
-            return original(*inputs, attn_mask, dropout_p, is_causal, **options)
-        if torch.is_autocast_enabled("cpu"):
-            inputs = [tensor.to(torch.get_autocast_dtype("cpu")) for tensor in inputs]
-        aten, scale = torch.ops.aten, options.get("scale")
-        if attn_mask is None:
-            flash = aten._scaled_dot_product_flash_attention
-            return flash(*inputs, dropout_p, is_causal, scale=scale)[0]
-        if attn_mask.dtype == torch.bool:
-            zeros = torch.zeros_like(attn_mask, dtype=inputs[0].dtype)
-            attn_mask = zeros.masked_fill(~attn_mask, -torch.inf)
-        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-        efficient, has_sums = aten._scaled_dot_product_efficient_attention, torch.is_grad_enabled()
-        return efficient(*inputs, attn_mask, has_sums, dropout_p, is_causal, scale=scale)[0]
-
-    return attention
+    inputs, enabled = [query, key, value], torch.backends.cuda
+    is_on_gpu = any(isinstance(tensor, DTensor) or marked_device(tensor) for tensor in inputs)
+    is_fused = enabled.flash_sdp_enabled() or enabled.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    is_fused |= enabled.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]  # as above
+    if not (is_on_gpu and is_fused and query.dim() == len("BHSD")):
+        return attend(*inputs, attn_mask, dropout_p, is_causal, **options)
+    if torch.is_autocast_enabled("cpu"):
+        inputs = [tensor.to(torch.get_autocast_dtype("cpu")) for tensor in inputs]
+    aten, scale = torch.ops.aten, options.get("scale")
+    if attn_mask is None:
+        flash = aten._scaled_dot_product_flash_attention
+        return flash(*inputs, dropout_p, is_causal, scale=scale)[0]
+    if attn_mask.dtype == torch.bool:
+        zeros = torch.zeros_like(attn_mask, dtype=inputs[0].dtype)
+        attn_mask = zeros.masked_fill(~attn_mask, -torch.inf)
+    attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    efficient, has_sums = aten._scaled_dot_product_efficient_attention, torch.is_grad_enabled()
+    return efficient(*inputs, attn_mask, has_sums, dropout_p, is_causal, scale=scale)[0]
 
 
 def _run_with_score_gradients(
