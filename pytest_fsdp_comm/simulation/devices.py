@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, product
 from types import FrameType, SimpleNamespace
-from typing import Any, Final, Self, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -96,17 +96,12 @@ _USE: Final = "a simulation relies on"
 _GENERATOR: Final = torch.Generator
 
 
-class _Idle:
+class _Idle(contextlib.nullcontext[object]):
     """Replaces context managers that select a GPU."""
 
     def __init__(self, *_: object, **__: object) -> None:
+        super().__init__(self)
         self.device = _make_current_device()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 class _Event(SimulatedEvent):
@@ -162,7 +157,7 @@ def simulate_cuda(*, answers: bool) -> Iterator[None]:
         _mesh_patches(),
         _amp_patches(),
         _gpu_only_patches(),
-        fsdp1_patches(),
+        _fsdp1_patches(),
         _cuda_patches(),
     )
     with patch_attributes(*chain.from_iterable(patches)):
@@ -316,7 +311,7 @@ def _mesh_patches() -> Iterator[Replacement]:
         yield wrap_attribute(module, _MOVE, move_and_mark)
 
 
-def fsdp1_patches() -> Iterator[Replacement]:
+def _fsdp1_patches() -> Iterator[Replacement]:
     """Make FSDP1 use the CPU, and mark the parameters with the device that they would be on."""
     signature = inspect.signature(FullyShardedDataParallel.__init__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import os
@@ -118,31 +119,29 @@ def _start_process(start: Callable[[BaseProcess], None], process: BaseProcess) -
     function = vars(process).get(_TARGET)
     module = str(getattr(function, "__module__", ""))
     if function is not None and not module.startswith(_OF_PYTHON):
-        vars(process)[_TARGET] = _StartedFunction(function, find_call_site())
+        vars(process)[_TARGET] = functools.partial(_run_unless_rank, function, find_call_site())
     start(process)
 
 
-class _StartedFunction:
-    """The function of a started process, which fails if the process turns out to be a rank."""
+def _run_unless_rank(
+    function: Callable[..., object], site: str, /, *args: object, **kwargs: object
+) -> object:
+    """Run the function of a started process, but fail if the process turns out to be a rank."""
 
-    def __init__(self, function: Callable[..., object], site: str) -> None:
-        self._function, self._site = function, site
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        # Code that has imported `init_process_group` by name reaches `rendezvous`.
-        names = ("init_process_group", "rendezvous")
-        patches: list[Replacement] = [(distributed_c10d, name, self._refuse) for name in names]
-        patches.append((dist, "init_process_group", self._refuse))
-        # A forked process is still simulated, but a new one has no GPU.
-        if not SimulationError.is_in_script:
-            patches.append((torch.cuda, "set_device", self._refuse))
-        with patch_attributes(*patches):
-            return self._function(*args, **kwargs)
-
-    def _refuse(self, *_: object, **__: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise SimulationError(
-            f"{self._site}: expected ranks that torch.multiprocessing.spawn starts, got a "
+            f"{site}: expected ranks that torch.multiprocessing.spawn starts, got a "
             "multiprocessing.Process that creates a process group or selects a GPU: use spawn, "
             "which runs only the simulated rank, or call the function of that process for the "
             "rank in LOCAL_RANK"
         )
+
+    # Code that has imported `init_process_group` by name reaches `rendezvous`.
+    names = ("init_process_group", "rendezvous")
+    patches: list[Replacement] = [(distributed_c10d, name, refuse) for name in names]
+    patches.append((dist, "init_process_group", refuse))
+    # A forked process is still simulated, but a new one has no GPU.
+    if not SimulationError.is_in_script:
+        patches.append((torch.cuda, "set_device", refuse))
+    with patch_attributes(*patches):
+        return function(*args, **kwargs)

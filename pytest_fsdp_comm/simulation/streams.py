@@ -139,18 +139,9 @@ class SimulatedEvent:
         wait_on_host("synchronize", self._clock if self._overlap is current_order() else NOTHING)
 
 
-class _Context:
-    """Replaces ``torch.cuda.stream(...)``, which accepts None, and streams of other packages."""
-
-    def __init__(self, stream: Any) -> None:
-        simulated = isinstance(stream, SimulatedStream)
-        self._context = stream if simulated else contextlib.nullcontext()
-
-    def __enter__(self) -> None:
-        self._context.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._context.__exit__(*error)
+def _use_stream(stream: object) -> contextlib.AbstractContextManager[object]:
+    """Replace ``torch.cuda.stream(...)``, which accepts None, and streams of other packages."""
+    return stream if isinstance(stream, SimulatedStream) else contextlib.nullcontext()
 
 
 _default: Final = SimulatedStream()
@@ -211,9 +202,9 @@ def synchronize(_: object = None) -> None:
 
 def stream_patches(module: object, event: type[SimulatedEvent]) -> Iterator[Replacement]:
     """Replace the streams of a module such as torch.cuda, whose events are of type `event`."""
-    replacements = {
+    replacements: dict[str, object] = {
         **dict.fromkeys(("Stream", "ExternalStream"), SimulatedStream),
-        **dict.fromkeys(("StreamContext", "stream"), _Context),
+        **dict.fromkeys(("StreamContext", "stream"), _use_stream),
         "Event": event,
         "current_stream": current_stream,
         "default_stream": default_stream,
