@@ -71,11 +71,9 @@ def _give_mesh_attribute_memory(attribute: object) -> object:
         return property(wrap_with_memory(attribute.fget), attribute.fset, attribute.fdel)
     if isinstance(attribute, staticmethod):
         return staticmethod(wrap_with_memory(attribute.__func__))
-    return (
-        wrap_with_memory(attribute)
-        if callable(attribute) and not isinstance(attribute, type)
-        else None
-    )
+    if callable(attribute) and not isinstance(attribute, type):
+        return wrap_with_memory(attribute)
+    return None
 
 
 def _wrap_with_mesh_cache(make: Any) -> object:
