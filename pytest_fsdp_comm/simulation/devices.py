@@ -150,7 +150,7 @@ def simulate_cuda(*, answers: bool) -> Iterator[None]:
         with patch_attributes(*_stream_patches()):
             yield
         return
-    _state.answers = answers
+    _state.answers, _state.index, _state.has_mesh = answers, 0, False
     patches = (
         _tensor_patches(),
         gpu_function_patches(_convert_to_device),

@@ -70,20 +70,20 @@ def _pad_on_device(
 
 def _count_bins(
     histc: Callable[..., torch.Tensor],
-    data: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002  # the parameter names of torch
     bins: int = 100,
-    min: float = 0,  # noqa: A002  # the parameter names of torch
+    min: float = 0,  # noqa: A002  # as above
     max: float = 0,  # noqa: A002  # as above
 ) -> torch.Tensor:
     """Make ``histc`` accept integers, as torch does only on a GPU."""
-    if data.is_floating_point() or marked_device(data) is None:
-        return histc(data, bins, min, max)
-    low, high = (min, max) if min != max else (data.min().item(), data.max().item())
+    if input.is_floating_point() or marked_device(input) is None:
+        return histc(input, bins, min, max)
+    low, high = (min, max) if min != max else (input.min().item(), input.max().item())
     low, high = (low - 1, high + 1) if low == high else (int(low), int(high))
-    is_inside = (data >= low) & (data <= high)
-    places = ((data.long() - low) * bins // (high - low)).clamp(0, bins - 1)
-    counts = data.new_zeros(bins)
-    return counts.index_add(0, places.flatten(), is_inside.flatten().to(data.dtype))
+    is_inside = (input >= low) & (input <= high)
+    places = ((input.long() - low) * bins // (high - low)).clamp(0, bins - 1)
+    counts = input.new_zeros(bins)
+    return counts.index_add(0, places.flatten(), is_inside.flatten().to(input.dtype))
 
 
 def _attend(  # noqa: PLR0913, PLR0917  # torch's signature

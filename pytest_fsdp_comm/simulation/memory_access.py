@@ -159,13 +159,13 @@ def _simulated_dlpack(tensor: torch.Tensor, **how: Any) -> object:
 
 
 def _convert_to_array(
-    tensors: SimulatedTensors, convert: Callable[..., torch.Tensor], data: object, **how: object
+    tensors: SimulatedTensors, convert: Callable[..., torch.Tensor], obj: object, **how: object
 ) -> torch.Tensor:
     # safetensors calls this function with storages that it has read from a file.
-    if not isinstance(data, torch.UntypedStorage):
-        return convert(data, **how)
+    if not isinstance(obj, torch.UntypedStorage):
+        return convert(obj, **how)
     with unset_fake_temporarily():
-        result = convert(data, **how)
+        result = convert(obj, **how)
     return tensors.simulate(result)
 
 
@@ -197,15 +197,16 @@ def _holds_simulated(data: object) -> bool:
 
 def _split_tensor(
     split: Callable[..., object],
-    tensor: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002  # the parameter name of torch
     indices_or_sections: object = None,
     dim: int = 0,
     **how: object,
 ) -> object:
-    places = how.get("indices", indices_or_sections)
+    # torch also accepts them as `indices`, `sections` or `tensor_indices_or_sections`.
+    places = next(iter(how.values()), indices_or_sections)
     if isinstance(places, FakeTensor):
         places = _simulated_numpy(places).tolist()  # the places are on the host
-    return split(tensor, places, dim)
+    return split(input, places, dim)
 
 
 def _refuse_read(*_: object) -> object:

@@ -370,6 +370,15 @@ def test_devices_are_the_same_in_each_simulation():
         assert all(getattr(torch, name)([1.0]).is_meta for name in names)
 
 
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_a_simulation_does_not_know_earlier_meshes():
+    for device_type in ("cuda", "cpu"):
+        with simulation(answers=True):
+            assert torch.cuda.current_device() == 0
+            assert init_device_mesh(device_type, (2,)).device_type == device_type
+            torch.cuda.set_device(1)
+
+
 @simulated
 def test_what_fsdp_moves_and_gathers_is_on_cuda():
     mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp", "tp"))
@@ -478,6 +487,7 @@ def test_histc_counts_integers_on_cuda(values, bins, least, most):
         counts = torch.histc(torch.tensor(values, dtype=torch.double), bins, least, most).tolist()
     own = torch.tensor(values, device="cuda")
     assert torch.histc(own, bins=bins, min=least, max=most).tolist() == counts
+    assert torch.histc(input=own, bins=bins, min=least, max=most).tolist() == counts
     assert own.histc(bins, least, most).device.type == "cuda"
     with pytest.raises(RuntimeError, match="not implemented for"):
         own.cpu().histc(bins, least, most)

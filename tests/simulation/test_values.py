@@ -228,6 +228,13 @@ REAL = {
     "mean of a mask": lambda: bool(torch.ones(3).bool().float().mean() > 0.5),
     "list of tensors": lambda: torch.tensor([[torch.tensor(3), 1], [2, torch.tensor(4)]]).tolist(),
     "indices": lambda: [len(part) for part in torch.tensor_split(torch.rand(6), torch.tensor([2]))],
+    "indices by name": lambda: [
+        len(part)
+        for part in torch.tensor_split(
+            input=torch.rand(6), tensor_indices_or_sections=torch.tensor([2])
+        )
+    ],
+    "an array by name": lambda: torch.asarray(obj=[1, 2]).tolist(),
     "conversions": lambda: (
         torch.tensor([2, 0]).bool().tolist(),
         torch.tensor([2.5]).byte().tolist(),
