@@ -231,12 +231,12 @@ def _compare_run_facts(
     sides = old.answers, new.answers
     for key in sorted({(answer.site, answer.how) for side in sides for answer in side}):
         before, after = (
-            ", ".join(item.value for item in side if (item.site, item.how) == key) or "nothing"
-            for side in sides
+            ", ".join(item.value for item in side if (item.site, item.how) == key) for side in sides
         )
         if before != after:
             what = f"assumed value in {key[0]} ({key[1]})"
-            yield Change(subject="answer", phase=None, what=what, old_text=before, new_text=after)
+            now = (after if before else f"now {after}") or "none"
+            yield Change(subject="answer", phase=None, what=what, old_text=before, new_text=now)
 
 
 def _compare_group_counts(old: Iterable[MeshAxis], new: Iterable[MeshAxis]) -> Iterable[Change]:

@@ -102,7 +102,7 @@ def test_added_removed_or_changed_answer_differs():
 
     moved = dataclasses.replace(ONE, call_site="train.py:99")
     assert told([ONE, MASK], [moved, MASK]) == []
-    assert told([ONE], []) == [("assumed value in train:step (item)", "1.0", "nothing")]
+    assert told([ONE], []) == [("assumed value in train:step (item)", "1.0", "none")]
     assert told([ONE, MASK], [ONE, TRUTH, MASK]) == [
         ("assumed value in train:step (item)", "1.0", "1.0, False")
     ]
@@ -116,10 +116,10 @@ def test_added_or_removed_answer_fails_the_comparison(pytester, run):
     run("# moved\n" + SOURCE).assert_outcomes(passed=1)
     new = run(SOURCE.replace("SPARE = 0", "print(loss.item())"))
     new.assert_outcomes(failed=1)
-    new.stdout.fnmatch_lines(["*assumed value in test_it:test_step (item): nothing -> 1.0*"])
+    new.stdout.fnmatch_lines(["*assumed value in test_it:test_step (item): now 1.0*"])
     lost = run(SOURCE.replace("y.mean().item()", "0"))
     lost.assert_outcomes(failed=1)
-    lost.stdout.fnmatch_lines(["*assumed value in test_it:Logging.forward (item): 1.0 -> nothing*"])
+    lost.stdout.fnmatch_lines(["*assumed value in test_it:Logging.forward (item): 1.0 -> none*"])
     strict = run(SOURCE.replace("simulate=True", 'simulate="strict"'))
     strict.assert_outcomes(failed=1)
     strict.stdout.fnmatch_lines(["*test_it.py:10 reads tensor values (item)*"])
