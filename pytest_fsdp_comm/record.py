@@ -117,10 +117,13 @@ def _check_simulation(options: argparse.Namespace) -> None:
         ("rank", 0, (size or 1) - 1),
         ("local_world_size", 1, size or 1),
     ):
-        number = getattr(options, name)
+        number, flag = getattr(options, name), f"--{name.replace('_', '-')}"
+        if number and size is None:
+            raise FsdpCommError(
+                f"{flag}: expected --world-size, too: only a simulation records one rank"
+            )
         if number is not None and not least <= number <= most:
-            flag = f"--{name.replace('_', '-')}"
-            of_size = "" if name == "world_size" else f" with --world-size {size or 1}"
+            of_size = "" if name == "world_size" else f" with --world-size {size}"
             raise FsdpCommError(f"{flag}: expected {least} to {most}{of_size}, got {number}")
 
 

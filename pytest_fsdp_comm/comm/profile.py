@@ -35,7 +35,7 @@ _PHASE_ORDER: Final = {phase: place for place, phase in enumerate(Phase)}
 _SUBJECT_ORDER: Final = {subject: place for place, subject in enumerate(SUBJECTS)}
 _KIND_ORDER: Final = {kind: place for place, kind in enumerate(COLLECTIVE_KINDS)}
 
-# Matches the embedding's shape in the repr of the placement `_MaskPartial` (torch 2.6 to 2.13).
+# Matches the embedding's shape in the repr of the placement `_MaskPartial` (torch 2.7 to 2.13).
 # Rows omit the shape, because it is not part of the placement.
 _SHAPE: Final = re.compile(r"(?:, )?offset_shape=torch\.Size\(\[[^\]]*\]\)")
 

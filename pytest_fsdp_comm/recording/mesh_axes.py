@@ -215,7 +215,7 @@ def process_groups() -> list[dist.ProcessGroup]:
     """Return the process groups that this rank is in."""
     if not dist.is_initialized():
         return []
-    # Private, but the only list of all groups (checked in torch 2.6 to 2.15, and by a test).
+    # Private, but the only list of all groups (checked in torch 2.7 to 2.15, and by a test).
     world = getattr(dist.distributed_c10d, "_world", None)
     groups = getattr(world, "pg_group_ranks", None)
     if groups is None:

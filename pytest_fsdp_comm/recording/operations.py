@@ -174,7 +174,7 @@ def group_of(bound: Mapping[object, object]) -> dist.ProcessGroup | None:
     if isinstance(argument, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(argument)
     elif isinstance(argument, str):
-        # Private, but torch's functional collectives call it too (checked in torch 2.6 to 2.13).
+        # Private, but torch's functional collectives call it too (checked in torch 2.7 to 2.13).
         distributed: Any = dist.distributed_c10d
         group = distributed._resolve_process_group(argument)
     return group

@@ -176,7 +176,7 @@ def _find_running_module_fqn(frames: Sequence[FrameType]) -> str:
     called: list[Any] = []
     for frame in frames:
         self: Any = frame.f_locals.get("self")
-        # FSDP sets _module_fqn when a unit first runs (torch 2.6 to 2.15), so it can be missing.
+        # FSDP sets _module_fqn when a unit first runs (torch 2.7 to 2.15), so it can be missing.
         unit = getattr(self, "_module_fqn", None) if type(self).__name__ == "FSDPParamGroup" else ""
         if isinstance(unit, str) and unit and not called:
             return unit

@@ -16,6 +16,14 @@ import pytest
         ),
         (["--world-size", "0", "train.py"], "--world-size: expected 1 to 131072, got 0"),
         (
+            ["--rank", "3", "train.py"],
+            "--rank: expected --world-size, too: only a simulation records one rank",
+        ),
+        (
+            ["--local-world-size", "1", "train.py"],
+            "--local-world-size: expected --world-size, too: only a simulation records one rank",
+        ),
+        (
             ["--world-size", "8", "--rank", "8", "train.py"],
             "--rank: expected 0 to 7 with --world-size 8, got 8",
         ),
