@@ -568,8 +568,9 @@ class Recorder:
         if unsharded:
             self._notes.append(
                 "the first all-gather is missing for units that were already unsharded when the "
-                "recording began, e.g. after an evaluation (a training step before the block would "
-                f"undo that) or set_reshard_after_backward(False): {', '.join(unsharded)}"
+                "recording began, e.g. after a forward without a backward, or with "
+                "set_reshard_after_backward(False); reshard() before the block would undo that: "
+                f"{', '.join(unsharded)}"
             )
 
     def _note_replaced_methods(self, groups: Iterable[object]) -> None:

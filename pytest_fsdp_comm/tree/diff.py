@@ -303,10 +303,10 @@ def _describe_parameter_changes(
     is_loose = has_units and new is not None and not (new.managed or new.placements)
     if old is None or new is None:
         if new is not None:
-            placement = f" {_describe_placement(new)}"
+            placement = f" {_describe_placement(new)}{'' if new.trainable else ', frozen'}"
             yield f"{_ADDED}{_TRAINED if is_loose and new.trainable else placement}"
         if old is not None:
-            yield f"{_REMOVED} {_describe_placement(old)}"
+            yield f"{_REMOVED} {_describe_placement(old)}{'' if old.trainable else ', frozen'}"
         return
     if old.placements != new.placements:
         yield f"{_describe_placement(old)} -> {_describe_placement(new)}"

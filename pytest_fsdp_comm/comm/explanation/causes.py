@@ -349,10 +349,13 @@ def _find_prefetch_causes(explanation: Explanation, recordings: Recordings) -> I
 
 
 def _find_ddp_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:
-    """Name the option of DDP whose calls only one of the recordings has."""
+    """Name the option of DDP whose calls only one recording has, or say that DDP does not run."""
     old, new = (
         {call.role for row in side.collectives for call in row.calls} for side in recordings.sides
     )
+    if {Role.GRADIENTS, Role.BUFFERS} <= old and new.isdisjoint(old - {""}):
+        text = "the module is called without DDP, e.g. as model.module, or there is no backward"
+        yield Cause(text=text, is_unwanted=True)
     if Role.GRADIENTS not in old & new:
         return
     for role, changed in (

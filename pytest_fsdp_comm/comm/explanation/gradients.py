@@ -177,7 +177,8 @@ class ReducedTimes(_OfGradients):
         trees = recordings.trees
         is_frozen = trees is not None and trees.frozen | trees.partly_frozen
         is_synced_late = self.times < 1 and self.is_sharded and kinds == "reduce_scatter"
-        is_accumulated = is_synced_late and bool(gathers) and not is_frozen
+        # If other units are reduced as before, these may be frozen in some of the backwards.
+        is_accumulated = is_synced_late and bool(gathers) and not (is_frozen or self.has_others)
         nbytes = sum(largest(rows) for side in self.rows.values() for rows in side.values())
         return (
             f"{text}; {show_nbytes(nbytes)} of unsharded gradients are held until then"

@@ -53,6 +53,7 @@ _UNMARKED: Final = frozenset({"times", "dtype", "reduce_op"})
 """Problems that need not break training: other code may divide, and rounding may not matter."""
 _FIELDS: Final[tuple[Problem, ...]] = ("backwards", "reduce_op", "dtype")
 
+_STATE: Final = frozenset({Role.PARAMETERS, Role.BUFFERS, Role.UNUSED_PARAMETERS})
 _AFTER_PASSES: Final = frozenset({Phase.OUTSIDE, Phase.OPTIMIZER})
 _AFTER_FORWARD: Final = frozenset({Phase.BACKWARD, Phase.RECOMPUTE, Phase.OPTIMIZER})
 
@@ -293,13 +294,13 @@ class _Side:
         return {(row.key, row.ranks): row.count for row in self.units[owner] if row.phase is phase}
 
     def forward(self, axis: str) -> set[tuple[str, str]]:
-        """Return the module and kind of all forward collectives over an axis, except gathers."""
+        """Return the module and kind of forward collectives that work on activations."""
         return {
             (template(row.owner or ""), row.what)
             for row in self.profile.collectives
             if row.phase is Phase.FORWARD
             and self.axes.get(row.axis) == axis
-            and any(call.role != Role.PARAMETERS for call in row.calls)
+            and not {call.role for call in row.calls} <= _STATE
         }
 
     def num_ranks_besides(self, axes: set[str]) -> int:

@@ -94,8 +94,8 @@ def test_units_left_gathered_after_backward_are_noted(comm_mode, device_mesh):
     assert lines(comm_mode) == [*BACKWARD_GATHERS, *REDUCES]
     assert comm_mode.recording.notes == (
         "the first all-gather is missing for units that were already unsharded when the recording "
-        "began, e.g. after an evaluation (a training step before the block would undo that) or "
-        "set_reshard_after_backward(False): "
+        "began, e.g. after a forward without a backward, or with "
+        "set_reshard_after_backward(False); reshard() before the block would undo that: "
         "(root), layers.0, layers.1",
     )
 

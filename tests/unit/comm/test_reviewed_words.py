@@ -47,6 +47,46 @@ def hsdp_unit(owner, reduced=1, all_reduced=1):
     ]  # fmt: skip
 
 
+def ddp(*, buffers=True, gradients=True):
+    rows = [
+        row(FORWARD, "", "broadcast", 64, "buffers", axis="world"),
+        row(BACKWARD, "", "all_reduce", NBYTES, "gradients", axis="world"),
+    ]
+    return made([one for one, kept in zip(rows, (buffers, gradients), strict=True) if kept])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "breaks", "is_unwrapped"),
+    [
+        (ddp(), made([]), True, True),
+        # Without buffers, the backward may be missing.
+        (ddp(buffers=False), made([]), True, False),
+        (ddp(), ddp(buffers=False), False, False),
+        (ddp(), ddp(gradients=False), True, False),
+        (ddp(gradients=False), made([]), False, False),
+    ],
+)
+def test_module_that_runs_without_ddp_breaks_training(old, new, breaks, is_unwrapped):
+    lines = told(old, new)
+    lost = "breaks training: gradients of (root) are no longer reduced over world"
+    assert any(line.startswith(lost) for line in lines) == breaks
+    assert any("called without DDP" in cause for cause in causes_in(lines)) == is_unwrapped
+
+
+@pytest.mark.parametrize("has_others", [False, True])
+def test_held_gradients_are_claimed_only_if_all_are_reduced_later(has_others):
+    """Otherwise, one of two models may be frozen in one of the backwards."""
+    reductions = ("layers.1", "layers.2") if has_others else ()
+
+    def reduce_less(one):
+        is_reduced = one.phase is BACKWARD and role(one) == "gradients"
+        return times(one, 2) if is_reduced and one.owner not in reductions else one
+
+    lines = told(changed(profile(), reduce_less), profile())
+    assert lines[0].startswith("gradients of")
+    assert any("are held until then" in line for line in lines) != has_others
+
+
 @pytest.mark.parametrize(
     ("old", "new", "is_named"),
     [
