@@ -84,7 +84,7 @@ class TrainingChange:
     def covers_step(self, step: Step) -> bool:
         """Whether the report of this change already covers everything in a step."""
         if isinstance(step, ReducedTimes):
-            return self.problem == "times" and {*step.owners} <= {*self.owners}
+            return self.problem in {"times", "part"} and {*step.owners} <= {*self.owners}
         if not isinstance(step, Replaced) or step.is_added:
             return False
         if self.problem == "unsharded":
@@ -406,7 +406,9 @@ class _Training:
             ) != _find_gradient_volume_of_busiest(new[axis]):
                 axes_by_problem["part", "", ""].append(axis)
             times = self._compare_reduction_counts(owner, old[axis], new[axis])
-            if times is not None:
+            if times is not None and self._loses_calls_of_parameters(owner, axis):
+                axes_by_problem["part", "", ""].append(axis)
+            elif times is not None:
                 axes_by_problem["times", *times].append(axis)
             for field in _FIELDS:
                 before, after = (
@@ -558,6 +560,28 @@ class _Training:
         is_frozen = trees is not None and owner in trees.frozen | trees.partly_frozen
         is_elsewhere = any(_is_related(owner, module) for module in self.grown)
         return old == new != set() and is_less and not (is_frozen or is_elsewhere)
+
+    def _loses_calls_of_parameters(self, owner: Owner, axis: str) -> bool:
+        """Whether fewer parameters of a unit reduce their gradients over an axis.
+
+        DTensors have a call each, so there are more calls than backwards. The unit's
+        reduce-scatters show the number of backwards, and that no parameter was frozen.
+        """
+        old, new = (
+            _find_gradient_volume_of_busiest(
+                row
+                for other, rows in side.reduced[owner].items()
+                for row in rows
+                if other != axis and row.what == "reduce_scatter"
+            )
+            for side in (self.old, self.new)
+        )
+        before, after = (
+            _find_gradient_volume_of_busiest(side.reduced[owner][axis]).count
+            for side in (self.old, self.new)
+        )
+        is_elsewhere = any(_is_related(owner, module) for module in self.grown)
+        return old == new and 0 < old.count < before > after and not is_elsewhere
 
     def _find_fewer_backwards(self) -> Iterator[tuple[Owner, _AxisProblem]]:
         """Yield units with fewer backwards, if at least one of them has unchanged forwards."""

@@ -73,6 +73,34 @@ def test_module_that_runs_without_ddp_breaks_training(old, new, breaks, is_unwra
     assert any("called without DDP" in cause for cause in causes_in(lines)) == is_unwrapped
 
 
+def parallel_unit(owner, *, norms=4, reduced=NBYTES, backwards=1):
+    """A unit with tensor parallelism, whose norms have a gradient reduction each."""
+    return [
+        row(FORWARD, owner, "all_gather", NBYTES, "parameters", count=backwards),
+        row(BACKWARD, owner, "reduce_scatter", reduced, "gradients", count=backwards),
+        row(BACKWARD, owner, "all_reduce", 64, "gradients", axis="tp", count=norms),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_broken"),
+    [
+        ({}, {"norms": 2}, True),
+        ({}, {"norms": 6}, False),
+        # Frozen norms are not in the reduce-scatter; another number of backwards changes both.
+        ({}, {"norms": 2, "reduced": NBYTES - 256}, False),
+        ({"norms": 8, "backwards": 2}, {"norms": 4}, False),
+        # One all-reduce for each backward, as in HSDP.
+        ({"norms": 4, "backwards": 4}, {"norms": 1, "backwards": 4}, False),
+    ],
+)
+def test_lost_reductions_of_norms_break_training(old, new, is_broken):
+    lines = told(parallel_unit("layers.0", **old), parallel_unit("layers.0", **new))
+    lost = "breaks training: fewer gradients of layers.0 are reduced over tp"
+    assert any(line.startswith(lost) for line in lines) == is_broken
+    assert not is_broken or not any("times (all_reduce)" in line for line in lines)
+
+
 @pytest.mark.parametrize("has_others", [False, True])
 def test_held_gradients_are_claimed_only_if_all_are_reduced_later(has_others):
     """Otherwise, one of two models may be frozen in one of the backwards."""
