@@ -64,6 +64,8 @@ class Cost:
 
     ranks: tuple[int, ...] = ()
     """The ranks that issue `collectives`, ascending; empty for all ranks recorded on both sides."""
+    is_largest: bool = False
+    """Whether these ranks' bytes and calls change more than those of all other ranks."""
     collectives: tuple[PartCost, ...] = ()
     """One entry for each axis and kind that either side uses, sorted by axis, then kind."""
     exposed_before: int = 0
@@ -126,6 +128,7 @@ def cost_of_change(old: CommProfile, new: CommProfile) -> Cost:
     )
     return Cost(
         ranks=ranks,
+        is_largest=len({_volume_change_sort_key(each)[:2] for each in changes.values()}) > 1,
         collectives=collectives,
         exposed_before=exposed_before,
         exposed_after=exposed_after,

@@ -178,7 +178,7 @@ def _count_calls_of_unknown_size(part: PartCost | Cost) -> tuple[int, int]:
 def _describe_ranks_of_cost(cost: Cost) -> str:
     if not cost.ranks:
         return "per rank"
-    return f"on {_name_ranks_briefly(cost.ranks)}, the largest change"
+    return f"on {_name_ranks_briefly(cost.ranks)}{', the largest change' * cost.is_largest}"
 
 
 def _name_ranks_briefly(ranks: Sequence[int]) -> str:

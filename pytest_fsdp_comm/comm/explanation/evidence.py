@@ -109,6 +109,12 @@ class Recordings:
         pool = Pool()
         return pool.state(self.renamed), pool.state(self.new)
 
+    @cached_property
+    def old_axes(self) -> dict[str, str]:
+        """The old names of axes, keyed by the names in `renamed`."""
+        pairs = zip(self.renamed.rows, self.old.rows, strict=True)
+        return {renamed.axis: old.axis for renamed, old in pairs}
+
     def list_old_modules(self, owners: Iterable[Owner]) -> list[Owner]:
         """Return the modules that the old recording has, too; all if it has none of them."""
         known, old = [*owners], self.states[0]

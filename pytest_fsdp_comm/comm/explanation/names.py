@@ -66,7 +66,11 @@ class AxisRenamed(GlobalStep):
             return f"collectives over {self.old} are now over {self.new} (same ranks)"
         if self.has_same_ranks:
             return f"mesh axis {self.old} renamed to {self.new} (same ranks)"
-        return f"all collectives over {self.old} moved to {self.new}"
+        # Another step may move some of them to a third axis.
+        places = {(row.owner, row.key) for row in recordings.new.rows}
+        pairs = zip(recordings.old.rows, recordings.renamed.rows, strict=True)
+        moved = [(now.owner, now.key) in places for old, now in pairs if old.axis == self.old]
+        return f"{'all ' * all(moved)}collectives over {self.old} moved to {self.new}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -507,9 +507,16 @@ class Exchanged(Replaced):
         # Objects have no size.
         amount *= before * after > 0
         kinds = f"{_join_kinds(self.new)}{_name_objects(self.rows)} instead of "
-        kinds += f"{_join_kinds(self.old)}{_name_objects(self.old_rows)}"
+        old_kinds = [_rename_axis(kind, recordings.old_axes) for kind in self.old]
+        kinds += f"{_join_kinds(old_kinds)}{_name_objects(self.old_rows)}"
         over = f" over {self.axis}" if self.axis else ""
         return f"{who}{kinds}{over} {name_phase(self.phase)}{amount}"
+
+
+def _rename_axis(kind: str, names: Mapping[str, str]) -> str:
+    """Rename the axis of ``all_reduce[dp]``."""
+    what, _, axis = kind.removesuffix("]").partition("[")
+    return f"{what}[{names.get(axis, axis)}]" if axis else kind
 
 
 def _reduces_all(kinds: Iterable[str]) -> bool:

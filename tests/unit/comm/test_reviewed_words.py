@@ -73,6 +73,22 @@ def test_module_that_runs_without_ddp_breaks_training(old, new, breaks, is_unwra
     assert any("called without DDP" in cause for cause in causes_in(lines)) == is_unwrapped
 
 
+def over(axis, loss_axis):
+    units = [one for number in range(3) for one in unit(f"layers.{number}")]
+    loss = row(OUTSIDE, None, "all_reduce", 8, axis=loss_axis)
+    return [*(replace(one, axis=one.axis and axis) for one in units), loss]
+
+
+def test_moved_collectives_are_named_by_their_old_axes():
+    """The search renames an axis before it compares other rows."""
+    lines = told(over("dp", "dp"), over("shard", "world"))
+    assert any(line.startswith("collectives over dp moved to shard") for line in lines)
+    assert any("all_reduce[world] instead of all_reduce[dp]" in line for line in lines)
+    lines = told(over("dp", "dp"), over("shard", "shard"))
+    assert any(line.startswith("all collectives over dp moved to shard") for line in lines)
+    assert not any("instead of" in line for line in lines)
+
+
 def parallel_unit(owner, *, norms=4, reduced=NBYTES, backwards=1):
     """A unit with tensor parallelism, whose norms have a gradient reduction each."""
     return [

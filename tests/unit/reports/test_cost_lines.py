@@ -239,6 +239,11 @@ def test_cost_names_ranks_if_they_differ():
     assert lines([same, old], [same, new]) == [
         "+100 % bytes in all_gather[dp] (100 -> 200 B on ranks 1-3, the largest change)"
     ]
+    # All ranks send 100 bytes more, but some send more in all.
+    others = gather((1, 8), ranks=(0,), axis="tp")
+    assert lines([gather((1, 100)), others], [gather((2, 100)), others])[0].startswith(
+        "+100 % bytes in all_gather[dp] (100 -> 200 B on rank 0)"
+    )
     odd = tuple(range(1, 64, 2))
     (line,) = lines(
         [gather((1, 100))],
