@@ -195,9 +195,21 @@ def compare_trees(
             or not reported.issuperset(expand(change.subject))
         ),
         *_compare_named_facts(
-            "parameters", old.parameters, new.parameters, parameter_changes, problems
+            "parameters",
+            _drop_tied_names(old.parameters, new.parameters),
+            _drop_tied_names(new.parameters, old.parameters),
+            parameter_changes,
+            problems,
         ),
     )
+
+
+def _drop_tied_names(
+    parameters: Mapping[str, ParameterFacts], others: Mapping[str, ParameterFacts]
+) -> dict[str, ParameterFacts]:
+    """Drop names that the other tree lists as tied with a parameter that both trees have."""
+    tied = {name for main in parameters.keys() & others for name in others[main].tied}
+    return {name: facts for name, facts in parameters.items() if name in others or name not in tied}
 
 
 def _list_modules_of_joint_units(*sides: Mapping[str, UnitFacts]) -> set[str]:

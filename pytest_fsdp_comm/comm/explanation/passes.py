@@ -316,9 +316,7 @@ class PhaseUsed(Replaced):
         phases = {key.phase for rows in self.rows.values() for key in rows}
         names = {Phase.OUTSIDE: "the loss", Phase.OPTIMIZER: "the optimizer phase"}
         where = " and ".join(names.get(phase, phase) for phase in self.phases if phase in phases)
-        is_unchanged = recordings.is_unchanged(
-            lambda key, *_: key.axis != "" and key.phase is Phase.FORWARD
-        )
+        is_unchanged = recordings.is_unchanged(lambda key, *_: key.phase is Phase.FORWARD)
         forward = ", forward unchanged" if is_unchanged else ""
         if not self.is_added:
             return f"no more collectives in {where}{forward}"
@@ -363,7 +361,8 @@ class PhaseUsed(Replaced):
             return ""
         how = "now" if self.is_added else "no longer"
         return (
-            f"a number is {how} reduced: the norm of FSDP1's clip_grad_norm_, or a scaler's check"
+            f"a number is {how} reduced: the norm of FSDP1's clip_grad_norm_ (torch's function of "
+            "this name uses the norm of each shard), or a scaler's check"
         )
 
 

@@ -511,7 +511,9 @@ class _Training:
         # If other units are gathered, but this one is not, it was not called: the tree shows it.
         if trees is not None and new.units and owner in trees.units - new.units.keys():
             return True
-        grown = self.grown - {owner}
+        # Other modules may reduce these gradients now, but not over the axes that are left.
+        kept = was & now
+        grown = {module for module in self.grown - {owner} if new.reduced[module].keys() - kept}
         if owner in new.owners:
             return any(_is_related(owner, module) for module in grown)
         return bool(grown) or (trees is None and not self._is_still_in_model(owner))

@@ -435,7 +435,8 @@ NUMBER = row(Phase.OPTIMIZER, None, "all_reduce", 4)
 )
 def test_lost_number_of_the_optimizer_may_be_a_norm(rows, is_named):
     base = [*unit("a"), *unit("b")]
-    text = "a number is {} reduced: the norm of FSDP1's clip_grad_norm_, or a scaler's check"
+    text = "a number is {} reduced: the norm of FSDP1's clip_grad_norm_ (torch's function of this "
+    text += "name uses the norm of each shard), or a scaler's check"
     assert (text.format("no longer") in likely([*base, *rows], base)) == is_named
     assert (text.format("now") in likely(base, [*base, *rows])) == is_named
 

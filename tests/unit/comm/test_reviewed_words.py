@@ -36,12 +36,12 @@ def causes_in(lines):
     return [line.removeprefix("likely: ") for line in lines if line.startswith("likely: ")]
 
 
-def hsdp_unit(owner, reduced=1, all_reduced=1):
+def hsdp_unit(owner, reduced=1, all_reduced=1, nbytes=NBYTES):
     return [
-        row(FORWARD, owner, "all_gather", NBYTES, "parameters", axis="shard", count=4),
-        row(BACKWARD, owner, "reduce_scatter", NBYTES, "gradients", axis="shard", count=reduced),
+        row(FORWARD, owner, "all_gather", nbytes, "parameters", axis="shard", count=4),
+        row(BACKWARD, owner, "reduce_scatter", nbytes, "gradients", axis="shard", count=reduced),
         row(
-            BACKWARD, owner, "all_reduce", NBYTES // 4, "gradients", axis="replicate",
+            BACKWARD, owner, "all_reduce", nbytes // 4, "gradients", axis="replicate",
             count=all_reduced,
         ),
     ]  # fmt: skip
@@ -71,6 +71,19 @@ def test_module_that_runs_without_ddp_breaks_training(old, new, breaks, is_unwra
     lost = "breaks training: gradients of (root) are no longer reduced over world"
     assert any(line.startswith(lost) for line in lines) == breaks
     assert any("called without DDP" in cause for cause in causes_in(lines)) == is_unwrapped
+
+
+def test_regrouped_units_that_lose_an_axis_break_training():
+    """They reduce more gradients, but not over the axis that the root lost, too."""
+    nbytes = {"": 4 * NBYTES, "a": NBYTES, "b": NBYTES}
+    old = [one for owner, size in nbytes.items() for one in hsdp_unit(owner, nbytes=size)]
+    moved = {"": 3 * NBYTES, "a+embed": 2 * NBYTES, "b": NBYTES}
+    new = [one for owner, size in moved.items() for one in hsdp_unit(owner, nbytes=size)]
+    lost = [one for one in new if one.axis != "replicate"]
+    line = "breaks training: gradients of "
+    assert not any(text.startswith(line) for text in told(old, new))
+    (text,) = (text for text in told(old, lost) if text.startswith(line))
+    assert text.startswith(f"{line}(root), b are no longer reduced over replicate")
 
 
 def over(axis, loss_axis):

@@ -1,10 +1,12 @@
 """Changes of resharding after forward are described in the terms of the API that sets it."""
 
+from dataclasses import replace
+
 import pytest
 
 from pytest_fsdp_comm.text.words import itemsize
 from pytest_fsdp_comm.tree.diff import compare_trees
-from pytest_fsdp_comm.tree.profile import TreeFacts, UnitFacts, policy_change
+from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, UnitFacts, policy_change
 
 
 def unit(policy, kind="fsdp1", **changes):
@@ -52,6 +54,25 @@ def test_units_that_prefetch_more_can_share_a_line(old, new, told):
         for names in (old, new)
     ]
     assert [change.what for change in compare_trees(*facts)] == told
+
+
+def test_tied_parameter_is_not_removed():
+    """Its other name still exists."""
+    own = ParameterFacts(shape=(4, 4), dtype="float32")
+    names = "head.weight", "embedding.weight"
+    apart = dict.fromkeys(names, own)
+    tied = {"head.weight": replace(own, tied=("embedding.weight",))}
+    facts = [
+        TreeFacts(world_size=2, mesh_axes=(), units={}, parameters=parameters)
+        for parameters in (apart, tied)
+    ]
+    told = [(change.subject, change.what) for change in compare_trees(*facts)]
+    assert told == [("head.weight", "not tied -> tied with embedding.weight")]
+    told = [change.what for change in compare_trees(*reversed(facts))]
+    assert told == ["tied with embedding.weight -> not tied"]
+    # Both trees name the same parameter, but differently.
+    renamed = {"embedding.weight": replace(own, tied=("head.weight",))}
+    assert compare_trees(facts[1], replace(facts[1], parameters=renamed))
 
 
 @pytest.mark.parametrize(
