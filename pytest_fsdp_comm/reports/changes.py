@@ -53,7 +53,7 @@ def render_comparison(
         text = f"all calls unchanged, but {more} parameters are gathered at the same time"
         main = [Statement(severity="change", text=text)]
     causes = [_describe_cause(cause, comparison) for cause in comparison.causes]
-    if len(main) == 1 and not rest:
+    if len(main) == 1:
         main = [replace(main[0], causes=tuple(cause.text for cause in causes))]
     return Failure(
         head=f"comm_mode differs from {snapshot}",
