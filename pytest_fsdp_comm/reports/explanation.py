@@ -279,8 +279,9 @@ def join_failures(failures: Mapping[str, Failure], *, command: str, test: str) -
     compared = " and ".join(dict.fromkeys(value.compared for value in values if value.compared))
     problems = [f"{name}: {value.problem}" for name, value in failures.items() if value.problem]
     is_same_problem = len({value.problem for value in values}) == 1
+    is_all_missing = all(value.is_missing for value in values)
     joined = Failure(
-        head=f"{len(values)} comparisons failed",
+        head=f"{len(values)} {'snapshots are missing' if is_all_missing else 'comparisons failed'}",
         heads=tuple(f"  {name}: {value.head}" for name, value in failures.items()),
         compared=compared,
         problem=values[0].problem if is_same_problem else "; ".join(problems),

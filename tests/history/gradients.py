@@ -57,7 +57,7 @@ def replicas_reduced_for_each_micro_batch(changed):
     happened="The code called `no_sync` only if the model had it. FSDP2 has "
     "`set_requires_gradient_sync` instead, so nothing was deferred.",
     first="gradients of (root), layers.{0..2} reduced 1 -> 4 times (reduce_scatter), gathers unchanged",
-    likely="reduced in each micro-batch: call set_requires_gradient_sync(False), or enter no_sync() with FSDP1, for all micro-batches but the last",
+    likely="reduced in each micro-batch: call set_requires_gradient_sync(False), or run backward inside no_sync() with FSDP1, for all micro-batches but the last",
     more={"reduce_scatter": 12},
     neighbour=lambda: of(units(Decoder()), steps.accumulate, micro_batches=4),
 )
@@ -80,7 +80,7 @@ def a_context_that_fsdp2_does_not_have(changed):
     "mlfoundations/open_lm/issues/48",
     happened="Gradient accumulation without `no_sync`: FSDP reduced in each backward.",
     first="gradients of (root), layers.{0..1} reduced 1 -> 2 times (reduce_scatter), gathers unchanged",
-    likely="reduced in each micro-batch: call set_requires_gradient_sync(False), or enter no_sync() with FSDP1, for all micro-batches but the last",
+    likely="reduced in each micro-batch: call set_requires_gradient_sync(False), or run backward inside no_sync() with FSDP1, for all micro-batches but the last",
     more={"reduce_scatter": 3},
 )
 def fsdp1_reduces_in_each_backward(changed):

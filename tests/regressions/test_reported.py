@@ -105,8 +105,8 @@ def test_gradients_per_micro_batch_are_explained(record, device_mesh):
     assert said(reviewed, regressed) == [
         "gradients of (root), layers.{0..1} reduced 1 -> 4 times "
         "(reduce_scatter), gathers unchanged",
-        "likely: reduced in each micro-batch: call set_requires_gradient_sync(False), or enter "
-        "no_sync() with FSDP1, for all micro-batches but the last",
+        "likely: reduced in each micro-batch: call set_requires_gradient_sync(False), or run "
+        "backward inside no_sync() with FSDP1, for all micro-batches but the last",
     ]
 
 
@@ -291,7 +291,7 @@ def test_leaving_out_no_sync_of_fsdp1_is_explained(record):
     assert (count(reviewed, "reduce_scatter"), count(regressed, "reduce_scatter")) == (3, 6)
     lines = said(reviewed, regressed)
     assert "reduced 1 -> 2 times (reduce_scatter), gathers unchanged" in lines[0]
-    assert "enter no_sync() with FSDP1" in lines[-1]
+    assert "run backward inside no_sync() with FSDP1" in lines[-1]
 
 
 def test_a_root_that_is_not_sharded_is_explained(record, device_mesh):

@@ -208,7 +208,7 @@ class ReducedTimes(_OfGradients):
             steps = f"{self.times} steps instead of one, or "
         else:
             if kinds != {"all_reduce"}:
-                switch += ", or enter no_sync() with FSDP1,"
+                switch += ", or run backward inside no_sync() with FSDP1,"
             reduced = {row.count for row in list_collective_rows(self.rows)}
             gathered = count_acts(recordings.new, Phase.BACKWARD, "unshard")
             backwards = {gathered[owner] for owner in self.owners} - {0}

@@ -499,7 +499,10 @@ class Exchanged(Replaced):
         differs = any(
             row.ranks for rows in (self.old_rows, self.rows) for row in list_collective_rows(rows)
         )
-        same = f", same size{' on the rank that sends most' if differs else ''}"
+        counts = {count_calls(list_collective_rows(side)) for side in (self.old_rows, self.rows)}
+        same = ", same size" if len(counts) == 1 else ", same bytes in all"
+        if differs:
+            same = ", same size on the rank that sends most"
         amount = same if before == after else f", {show_nbytes_change(before, after)}"
         if before == after and _reduces_all(self.old) != _reduces_all(self.new):
             amount += " (an all_reduce sends about twice its size)"

@@ -397,6 +397,13 @@ def exchanged(what, *, differs):
     ]
 
 
+def test_half_the_size_in_twice_as_many_calls_is_not_the_same_size():
+    gathers = [row(FORWARD, "a", "all_gather", 64, "activations", count=2)]
+    exchanges = [row(FORWARD, "a", "all_to_all", 32, "activations", count=4)]
+    (line,) = (text for text in told(gathers, exchanges) if "instead of" in text)
+    assert line.endswith(", same bytes in all")
+
+
 def test_same_size_is_said_of_the_rank_that_sends_most():
     (alike, *_) = told(exchanged("scatter", differs=False), exchanged("broadcast", differs=False))
     assert alike.endswith(

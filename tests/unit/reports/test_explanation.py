@@ -164,7 +164,7 @@ def test_two_values_share_a_head_and_take_turns():
 
 def test_a_value_without_a_file_has_a_head_of_its_own():
     assert lines_of({"comm": missing("comm"), "tree": missing("tree")}) == (
-        "2 comparisons failed",
+        "2 snapshots are missing",
         "  comm: there is no snapshot a.comm yet",
         "  tree: there is no snapshot a.tree yet",
         f"  record it: {ACCEPT}",
@@ -192,7 +192,7 @@ def test_missing_snapshots_keep_the_command_to_record():
     accept = "pytest --snapshot-update tests/test_models.py::test_step"
     lines = lines_of(texts, accept)
     assert [line.partition(":")[0].strip() for line in lines] == [
-        *("2 comparisons failed", "comm", "tree", "comm", "tree"),
+        *("2 snapshots are missing", "comm", "tree", "comm", "tree"),
         *("record it", "then read the file, and commit it with the test"),
     ]
     lines, below = split_lines_of(texts, accept)
