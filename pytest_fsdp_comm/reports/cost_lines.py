@@ -10,7 +10,7 @@ from pytest_fsdp_comm.comm.cost import Cost, PartCost, Volume
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import show_count, show_growth, show_nbytes, show_nbytes_change
 
-_WIDTH: Final = 120
+_WIDTH: Final = 240
 _MAX_RANKS_TEXT: Final = 24
 
 
@@ -170,7 +170,9 @@ def _show_bytes_change(part: PartCost | Cost) -> str:
 
 
 def _count_calls_of_unknown_size(part: PartCost | Cost) -> tuple[int, int]:
-    """Return each side's calls of unknown size; 0 for a side that also has calls of known size."""
+    """Return each side's calls of unknown size, if all calls of one side have an unknown size."""
+    if part.before.unsized and part.after.unsized:
+        return 0, 0
     before, after = (0 if side.nbytes else side.unsized for side in (part.before, part.after))
     return before, after
 

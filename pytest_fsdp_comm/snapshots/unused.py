@@ -188,10 +188,14 @@ class UnusedSnapshots:
         is_reported = (passed or self._unpassed) and not option.disable_unused_snapshots
         if has_ended and is_reported and self._all_tests is not None:
             self.files = [*self._find_unused_files(self._all_tests, passed, compared)]
-        # As in syrupy, unused files make the session fail unless one of these options is set.
-        if self.files and not (option.update_snapshots or option.warn_unused_snapshots):
+        if self.files and self._fails_if_unused():
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
         return (yield)
+
+    def _fails_if_unused(self) -> bool:
+        """Whether unused files make the session fail, as in syrupy."""
+        option = self._config.option
+        return not (option.update_snapshots or option.warn_unused_snapshots)
 
     def _find_unused_files(
         self,
@@ -255,7 +259,9 @@ class UnusedSnapshots:
             return
         write = terminalreporter.write_line
         terminalreporter.write_sep("-", "unused communication snapshots")
-        write(f"{show_count(len(files), 'snapshot file')} that no test compared:", yellow=True)
+        effect = ", so the run fails" * self._fails_if_unused()
+        count = show_count(len(files), "snapshot file")
+        write(f"{count} that no test compared{effect}:", yellow=True)
         for path, _ in files:
             write(f"  {show_path(path, self._config.rootpath)}")
         if any(MISSING in text for text in errors):

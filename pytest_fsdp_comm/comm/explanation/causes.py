@@ -200,6 +200,9 @@ def _find_left_unsharded_causes(
     elif phases == {Phase.BACKWARD} and not is_resharded:
         text = f"{prefix} backward, e.g. by set_reshard_after_backward(False)"
         yield Cause(text=text, is_unwanted=True)
+    elif phases == {Phase.BACKWARD} and (Phase.FORWARD, "unshard") in acts:
+        call = "set_reshard_after_backward(False) is now called, but not for the last"
+        yield Cause(text=f"the units are kept from one micro-batch to the next: {call}")
 
 
 def _find_evaluation_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:

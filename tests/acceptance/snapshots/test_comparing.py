@@ -173,7 +173,7 @@ def test_unused_snapshots_of_ranks_are_listed(recorded):
     explained(
         result,
         "1 snapshot passed.",
-        "1 snapshot file that no test compared:",
+        "1 snapshot file that no test compared, so the run fails:",
         "  snapshots/test_it/test_step.ws2.tree.comm",
         "To remove them: git rm snapshots/test_it/test_step.ws2.tree.comm",
     )

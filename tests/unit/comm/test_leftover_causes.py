@@ -60,6 +60,34 @@ def test_other_changes_are_no_option_of_ddp(old, new):
     assert not any("DDP" in text for text in likely(old, new))
 
 
+def accumulating(owner, *, forward_gathers, reshards):
+    return [
+        row(FORWARD, owner, "all_gather", 1_024, "parameters", count=forward_gathers),
+        row(BACKWARD, owner, "all_gather", 1_024, "parameters", count=3),
+        row(BACKWARD, owner, "reduce_scatter", 1_024, "gradients"),
+        counted("reshard", FORWARD, owner, "unshard", forward_gathers),
+        counted("reshard", FORWARD, owner, "reshard", 3),
+        counted("reshard", BACKWARD, owner, "unshard", 3),
+        counted("reshard", BACKWARD, owner, "reshard", reshards),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("owner", "forward_gathers", "reshards", "is_kept"),
+    [
+        ("layers.0", 1, 1, True),
+        # Forward gathers as often as before, or less for another reason.
+        ("layers.0", 3, 1, False),
+        ("layers.0", 1, 3, False),
+    ],
+)
+def test_units_kept_between_micro_batches_are_named(owner, forward_gathers, reshards, is_kept):
+    old = accumulating(owner, forward_gathers=3, reshards=3)
+    new = accumulating(owner, forward_gathers=forward_gathers, reshards=reshards)
+    kept = "the units are kept from one micro-batch to the next"
+    assert any(text.startswith(kept) for text in likely(old, new)) == is_kept
+
+
 def stage(forwards, backwards, sends=4):
     """Rows of two units in a pipeline; the second is gathered once more in forward."""
     rows = []
