@@ -188,14 +188,15 @@ class UnusedSnapshots:
         is_reported = (passed or self._unpassed) and not option.disable_unused_snapshots
         if has_ended and is_reported and self._all_tests is not None:
             self.files = [*self._find_unused_files(self._all_tests, passed, compared)]
-        if self.files and self._fails_if_unused():
+        if self._has_failing_files():
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
         return (yield)
 
-    def _fails_if_unused(self) -> bool:
+    def _has_failing_files(self) -> bool:
         """Whether unused files make the session fail, as in syrupy."""
         option = self._config.option
-        return not (option.update_snapshots or option.warn_unused_snapshots)
+        is_allowed = option.update_snapshots or option.warn_unused_snapshots
+        return bool(self.files) and not is_allowed
 
     def _find_unused_files(
         self,
@@ -259,7 +260,7 @@ class UnusedSnapshots:
             return
         write = terminalreporter.write_line
         terminalreporter.write_sep("-", "unused communication snapshots")
-        effect = ", so the run fails" * self._fails_if_unused()
+        effect = ", so the run fails" * self._has_failing_files()
         count = show_count(len(files), "snapshot file")
         write(f"{count} that no test compared{effect}:", yellow=True)
         for path, _ in files:

@@ -25,6 +25,7 @@ from pytest_fsdp_comm.comm.profile import Row, RowKey
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT
 
 _MOST_RENAMES: Final = 6
+_STILL_PRESENT: Final = ", the others are still in the model"
 _List: TypeAlias = dict[int, dict[str, Content]]
 """The contents of a module list, keyed by index, then by name relative to that module."""
 _WORLD: Final = "world"
@@ -232,11 +233,14 @@ class Layers(Step):
                     yield replace(step, at=at, period=period)
 
     def describe(self, recordings: Recordings) -> str:
-        added = ", the new ones like their siblings" if self.new > self.old else ""
-        if self.new < self.old:
-            added = self._describe_others(recordings)
         modules = "modules" if self.has_units else "modules that communicate"
-        return f"{self.prefix or ROOT_TEXT}: {self.old} -> {self.new} {modules}{added}"
+        change = f"{self.prefix or ROOT_TEXT}: {self.old} -> {self.new}"
+        if self.new > self.old:
+            return f"{change} {modules}, the new ones like their siblings"
+        others = self._describe_others(recordings)
+        if self.has_units and others == _STILL_PRESENT:
+            modules = "units"
+        return f"{change} {modules}{others}"
 
     def _describe_others(self, recordings: Recordings) -> str:
         """Return what both recordings and the trees show about modules that have no rows now."""
@@ -251,7 +255,7 @@ class Layers(Step):
             return ", the others send nothing"
         prefixes = tuple(f"{owner}." for owner in gone if owner)
         is_present = any(name.startswith(prefixes) for name in trees.trainable)
-        return ", the others are no longer units" if self.has_units and is_present else ""
+        return _STILL_PRESENT if self.has_units and is_present else ""
 
 
 def _find_module_lists(state: State) -> dict[str, dict[str, _List]]:

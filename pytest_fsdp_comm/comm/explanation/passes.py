@@ -442,6 +442,11 @@ class Redistributed(Replaced):
         is_by_plan = self.phase is Phase.FORWARD and None not in self.owners
         # The layouts of a new module are intended, and other placements are the cause themselves.
         trees = recordings.trees
+        if not self.is_added and trees is not None and trees.resharded.issuperset(self.owners):
+            return (
+                "the parallelize_module plan gives the module other layouts, or none, as the tree "
+                "shows"
+            )
         is_shown = trees is not None and (
             not trees.old_modules.issuperset(self.owners)
             or not trees.resharded.isdisjoint(self.owners)

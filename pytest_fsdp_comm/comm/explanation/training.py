@@ -406,7 +406,7 @@ class _Training:
             ) != _find_gradient_volume_of_busiest(new[axis]):
                 axes_by_problem["part", "", ""].append(axis)
             times = self._compare_reduction_counts(owner, old[axis], new[axis])
-            if times is not None and self._loses_calls_of_parameters(owner, axis):
+            if times is not None and self._has_lost_calls_of_parameters(owner, axis):
                 axes_by_problem["part", "", ""].append(axis)
             elif times is not None:
                 axes_by_problem["times", *times].append(axis)
@@ -563,7 +563,7 @@ class _Training:
         is_elsewhere = any(_is_related(owner, module) for module in self.grown)
         return old == new != set() and is_less and not (is_frozen or is_elsewhere)
 
-    def _loses_calls_of_parameters(self, owner: Owner, axis: str) -> bool:
+    def _has_lost_calls_of_parameters(self, owner: Owner, axis: str) -> bool:
         """Whether fewer parameters of a unit reduce their gradients over an axis.
 
         DTensors have a call each, so there are more calls than backwards. The unit's

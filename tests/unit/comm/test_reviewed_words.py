@@ -14,12 +14,14 @@ from sample_profiles import (
     profile,
     role,
     row,
+    split,
     times,
     unit,
 )
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.explanation.evidence import Evidence
 from pytest_fsdp_comm.comm.profile import replace_fields
 from pytest_fsdp_comm.reports.changes import render_comparison
 
@@ -84,6 +86,34 @@ def test_regrouped_units_that_lose_an_axis_break_training():
     assert not any(text.startswith(line) for text in told(old, new))
     (text,) = (text for text in told(old, lost) if text.startswith(line))
     assert text.startswith(f"{line}(root), b are no longer reduced over replicate")
+
+
+@pytest.mark.parametrize(
+    ("trainable", "text"),
+    [
+        ({"layers.0.up", "layers.2.up"}, "layers: 3 -> 2 units, the others are still in the model"),
+        ({"layers.0.up"}, "layers: 3 -> 2 modules"),
+    ],
+)
+def test_blocks_that_are_no_longer_units_are_not_gone(trainable, text):
+    units = frozenset({"", "layers.0", "layers.1"})
+    trees = Evidence(units=units, policies={}, trainable=frozenset(trainable))
+    fewer = changed(profile(), lambda one: None if one.owner == "layers.2" else one)
+    assert compare(profile(), fewer, trees).sentences[0] == text
+
+
+@pytest.mark.parametrize(
+    ("resharded", "is_named"), [({"a.mlp"}, True), ({"a"}, False), (set(), False)]
+)
+def test_lost_redistribution_of_a_replaced_layout_is_of_the_plan(resharded, is_named):
+    rows = [
+        row(FORWARD, "a.mlp", "all_reduce", 64, "activations", axis="tp"),
+        counted("redistribution", FORWARD, "a.mlp", "(Partial(sum))->(Replicate())"),
+    ]
+    trees = Evidence(units=frozenset(), policies={}, resharded=frozenset(resharded))
+    base = [*unit("a"), *split("b")]
+    causes = compare(made([*base, *rows]), made(base), trees).causes
+    assert any("parallelize_module plan" in cause.text for cause in causes) == is_named
 
 
 def over(axis, loss_axis):
