@@ -322,16 +322,16 @@ def split_failure_lines(failure: Failure) -> tuple[tuple[str, ...], tuple[str, .
     """
     complete = failure_lines(failure)
     # Errors are never split.
-    if _fits(complete) or not (failure.compared or failure.is_missing):
+    if _is_within_limits(complete) or not (failure.compared or failure.is_missing):
         return complete, ()
     lines, accept = failure.lines, failure.accept_lines
     for number in range(len(lines) - 1, 0, -1):
         more = f"  ... and {show_count(len(lines) - number, 'more line')} below"
         shown = (*lines[:number], more, *accept)
-        if _fits(shown):
+        if _is_within_limits(shown):
             return shown, lines[number:]
     return (failure.head, "  ... the other lines are below"), complete[1:]
 
 
-def _fits(lines: Sequence[str]) -> bool:
+def _is_within_limits(lines: Sequence[str]) -> bool:
     return len(lines) <= MOST_LINES and sum(map(len, lines)) <= MOST_CHARACTERS
