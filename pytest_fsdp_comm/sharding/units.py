@@ -147,6 +147,8 @@ class AxisNames:
         """Read all meshes now, so that names do not depend on the order in which axes are used."""
         self._groups = GroupNames()
         self._used: set[MeshAxis] = set()
+        # Keyed by the id of the mesh, which is kept alive, and the dimension.
+        self._axes_of_meshes: dict[tuple[int, int], tuple[DeviceMesh, MeshAxis]] = {}
         for mesh in meshes:
             # torch 2.7 raises TypeError if the mesh's groups were destroyed. Ignore it: named axes
             # need no groups.
@@ -160,7 +162,12 @@ class AxisNames:
     def axis_of_mesh(self, mesh: DeviceMesh, dim: int) -> MeshAxis:
         if not mesh.mesh_dim_names:
             return self.axis_of_group(mesh.get_group(dim))
-        axis = axis_of(printable(mesh.mesh_dim_names[dim]), _ranks_along(mesh, dim))
+        place = id(mesh), dim
+        if place not in self._axes_of_meshes:
+            # Do this once, not for each parameter: for 8,192 ranks, torch 2.7 needs seconds.
+            axis = axis_of(printable(mesh.mesh_dim_names[dim]), _ranks_along(mesh, dim))
+            self._axes_of_meshes[place] = mesh, axis
+        _, axis = self._axes_of_meshes[place]
         self._used.add(axis)
         return axis
 

@@ -27,6 +27,7 @@ from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.recording.comm_mode import CommMode
 from pytest_fsdp_comm.recording.owners.fsdp import groups_of_state
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames
+from pytest_fsdp_comm.sharding import units
 from pytest_fsdp_comm.sharding.capture import capture_tree
 from pytest_fsdp_comm.tree.model import Precision, dump_tree, load_tree
 from pytest_fsdp_comm.tree.profile import tree_facts
@@ -461,3 +462,16 @@ def test_axes_of_a_destroyed_mesh_are_known(sizes):
     dist.destroy_process_group()
     assert capture_tree(model).mesh_axes == axes
     assert [axis.name for axis in axes] == [*names]
+
+
+def test_groups_are_looked_up_once_for_each_axis(monkeypatch):
+    """With thousands of ranks, torch 2.7 needs seconds to find a group."""
+    looked_up = []
+    ranks_along = units._ranks_along
+    monkeypatch.setattr(
+        units, "_ranks_along", lambda mesh, dim: looked_up.append(dim) or ranks_along(mesh, dim)
+    )
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tree = capture_tree(sharded(mesh=mesh["dp"]))
+    assert len([*tree.named_parameters()]) > 2
+    assert looked_up == [0]
