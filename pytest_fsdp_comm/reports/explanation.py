@@ -26,9 +26,10 @@ NO_SNAPSHOT: Final = "no snapshot yet"
 
 _ORDER: Final[tuple[Severity, ...]] = get_args(Severity)
 _CHANGES: Final = frozenset[Severity]({"ranks diverge", "breaks training", "change"})
-_BREAKS: Final = "breaks training: "
+BREAKS: Final = "breaks training: "
+"""Begins a statement about a change that breaks training."""
 _MARKS: Final[dict[Severity, str]] = {
-    "breaks training": _BREAKS,
+    "breaks training": BREAKS,
     "likely": "likely: ",
     "cost": "cost: ",
     "note": "note: ",

@@ -315,10 +315,10 @@ def _describe_parameter_changes(
     is_loose = has_units and new is not None and not (new.managed or new.placements)
     if old is None or new is None:
         if new is not None:
-            placement = f" {_describe_placement(new)}{'' if new.trainable else ', frozen'}"
+            placement = f" {_describe_whole_parameter(new)}"
             yield f"{_ADDED}{_TRAINED if is_loose and new.trainable else placement}"
         if old is not None:
-            yield f"{_REMOVED} {_describe_placement(old)}{'' if old.trainable else ', frozen'}"
+            yield f"{_REMOVED} {_describe_whole_parameter(old)}"
         return
     if old.placements != new.placements:
         yield f"{_describe_placement(old)} -> {_describe_placement(new)}"
@@ -337,6 +337,10 @@ def _describe_parameter_changes(
 
 def _describe_ties(parameter: ParameterFacts) -> str:
     return f"tied with {', '.join(parameter.tied)}" if parameter.tied else "not tied"
+
+
+def _describe_whole_parameter(parameter: ParameterFacts) -> str:
+    return f"{_describe_placement(parameter)}{'' if parameter.trainable else ', frozen'}"
 
 
 def _describe_placement(parameter: ParameterFacts) -> str:

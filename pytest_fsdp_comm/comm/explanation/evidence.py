@@ -19,7 +19,7 @@ from pytest_fsdp_comm.comm.explanation.states import (
     State,
     role_of,
 )
-from pytest_fsdp_comm.comm.profile import CommProfile, RowKey
+from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 from pytest_fsdp_comm.text.words import itemsize
 
 BETWEEN_STAGES: Final = frozenset({"send", "recv"})
@@ -109,11 +109,15 @@ class Recordings:
         pool = Pool()
         return pool.state(self.renamed), pool.state(self.new)
 
+    @property
+    def renamed_pairs(self) -> Iterator[tuple[Row, Row]]:
+        """Each row of `old`, with the same row of `renamed`."""
+        return zip(self.old.rows, self.renamed.rows, strict=True)
+
     @cached_property
     def old_axes(self) -> dict[str, str]:
         """The old names of axes, keyed by the names in `renamed`."""
-        pairs = zip(self.renamed.rows, self.old.rows, strict=True)
-        return {renamed.axis: old.axis for renamed, old in pairs}
+        return {renamed.axis: old.axis for old, renamed in self.renamed_pairs}
 
     def list_old_modules(self, owners: Iterable[Owner]) -> list[Owner]:
         """Return the modules that the old recording has, too; all if it has none of them."""

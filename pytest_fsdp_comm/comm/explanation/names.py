@@ -69,8 +69,11 @@ class AxisRenamed(GlobalStep):
             return f"mesh axis {self.old} renamed to {self.new} (same ranks)"
         # Another step may move some of them to a third axis.
         places = {(row.owner, row.key) for row in recordings.new.rows}
-        pairs = zip(recordings.old.rows, recordings.renamed.rows, strict=True)
-        moved = [(now.owner, now.key) in places for old, now in pairs if old.axis == self.old]
+        moved = [
+            (renamed.owner, renamed.key) in places
+            for old, renamed in recordings.renamed_pairs
+            if old.axis == self.old
+        ]
         return f"{'all ' * all(moved)}collectives over {self.old} moved to {self.new}"
 
 

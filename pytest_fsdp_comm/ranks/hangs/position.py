@@ -21,6 +21,7 @@ from typing import Any, Final
 from pytest_fsdp_comm.gathering import Exchange
 from pytest_fsdp_comm.ranks.hangs.stacks import (
     drop_start_frames,
+    find_innermost_user_frame,
     is_users,
     show_code,
     show_site,
@@ -60,7 +61,7 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
     frames = [frame for frame, _ in traceback.walk_stack(main)] if main else []
     raised = _reported_exception(frames)
     stack = _make_stack(frames) if raised is None else _raising_frames(raised)
-    user, is_recorded = _innermost_user_frame(stack), not any(map(_is_unrecorded_wait, frames))
+    user, is_recorded = find_innermost_user_frame(stack), not any(map(_is_unrecorded_wait, frames))
     activity = Activity.COMPARES if any(map(_is_comparing, frames)) else Activity.RUNS
     return Position(
         site=show_site(user),
@@ -89,13 +90,9 @@ def _make_stack(frames: Iterable[FrameType]) -> list[FrameSummary]:
     return drop_start_frames(_summarize_frame(frame.f_code, frame.f_lineno) for frame in frames)
 
 
-def _innermost_user_frame(stack: Iterable[FrameSummary]) -> FrameSummary | None:
-    return next(filter(is_users, stack), None)
-
-
 def is_waiting(stack: Sequence[FrameSummary]) -> bool:
     """Return whether user code is inside a torch call that might be waiting for other ranks."""
-    code = show_code(_innermost_user_frame(stack))
+    code = show_code(find_innermost_user_frame(stack))
     inner = itertools.takewhile(lambda frame: not is_users(frame), stack)
     is_in_torch = any(_TORCH.search(frame.filename) for frame in inner)
     return is_in_torch or _WAITING_CALL.search(code) is not None
@@ -137,7 +134,7 @@ def _raising_frames(error: BaseException) -> list[FrameSummary]:
 
 def find_raise_site(error: BaseException) -> str:
     """Return where user code raised an error, as ``path:line in function``; "" if unknown."""
-    return show_site(_innermost_user_frame(drop_start_frames(_raising_frames(error))))
+    return show_site(find_innermost_user_frame(drop_start_frames(_raising_frames(error))))
 
 
 def _is_c10d(frame: FrameType) -> bool:

@@ -37,6 +37,11 @@ def is_users(frame: FrameSummary) -> bool:
     return find_author(frame.filename) == "user" and not is_runner(frame.filename)
 
 
+def find_innermost_user_frame(frames: Iterable[FrameSummary]) -> FrameSummary | None:
+    """Return the first frame of user code; `frames` begin with the innermost."""
+    return next(filter(is_users, frames), None)
+
+
 def drop_start_frames(frames: Iterable[FrameSummary]) -> list[FrameSummary]:
     """Drop the outermost frames, which only start the rank; `frames` begin with the innermost."""
     return list(itertools.takewhile(lambda frame: frame.filename != _ENTRY, frames))

@@ -21,7 +21,7 @@ import pytest
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.ranks.hangs.stacks import (
     append_code,
-    is_users,
+    find_innermost_user_frame,
     read_dump,
     show_code,
     show_site,
@@ -405,7 +405,7 @@ class Supervision:
         dumped = {}
         for rank in silent:
             frames = read_dump(self.spec.stacks_path(rank), until=until)
-            user = next(filter(is_users, frames), None)
+            user = find_innermost_user_frame(frames)
             dumped[rank] = Position(
                 site=show_site(user),
                 code=show_code(user),

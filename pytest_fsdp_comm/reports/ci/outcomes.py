@@ -142,9 +142,8 @@ class Origin:
 
     def relative_directory(self, path: Path) -> str:
         """Return a directory relative to the checkout; empty at its top, or outside of it."""
-        top = Path(self.top)
-        is_below = bool(self.top) and path != top and path.is_relative_to(top)
-        return path.relative_to(top).as_posix() if is_below else ""
+        place = self.place(path, 1, root=path)
+        return "" if place is None or place.path == "." else place.path
 
     def place(self, path: Path, line: int, *, root: Path) -> Place | None:
         """Return the `Place` of a line, or None if the line is outside the checkout."""

@@ -17,6 +17,7 @@ from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.comm.profile import CommProfile, comparable
 from pytest_fsdp_comm.errors import FsdpCommError, printable
 from pytest_fsdp_comm.reports.explanation import (
+    BREAKS,
     Failure,
     failure_sort_key,
     summarize_changes,
@@ -178,8 +179,7 @@ def _test_row(result: Result, sections: Sequence[dict[str, Any]]) -> _TestRow:
         failure=failure,
         # A badge shows the severity.
         changes=tuple(
-            shorten(line.removeprefix("breaks training: "), _MAX_CELL)
-            for line in lines[:_MAX_CHANGES]
+            shorten(line.removeprefix(BREAKS), _MAX_CELL) for line in lines[:_MAX_CHANGES]
         ),
         seconds=result.seconds,
         # A test that failed before its first call has not recorded a step of 0 bytes.

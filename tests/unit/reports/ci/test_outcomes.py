@@ -52,10 +52,10 @@ def test_origin_addresses_on_github_and_gitlab():
 
 @pytest.mark.parametrize(
     ("top", "directory"),
-    [("/work", "services/one"), ("/work/services/one", ""), ("/other", ""), ("", "")],
+    [("/repo", "services/one"), ("/repo/services/one", ""), ("/other", ""), ("", "")],
 )
 def test_directory_is_relative_to_the_checkout(top, directory):
-    assert Origin(top=top).relative_directory(Path("/work/services/one")) == directory
+    assert Origin(top=top).relative_directory(Path("/repo/services/one")) == directory
 
 
 def test_addresses_hold_bytes_that_are_not_utf8():
