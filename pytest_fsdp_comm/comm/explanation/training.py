@@ -101,7 +101,7 @@ class TrainingChange:
 
     def describe(self, recordings: Recordings) -> str:
         """Describe the change in one line; everything in it is true of both recordings."""
-        who, over = name_modules(self.owners), " and ".join(self.axes)
+        who, over = name_modules(self.owners), _join_axes(self.axes)
         gradients, before, after = f"gradients of {who} are", self.before, self.after
         old, new = describe_volume(self.old), describe_volume(self.new)
         nbytes = f"{show_nbytes_change(self.old.nbytes, self.new.nbytes)} per rank"
@@ -139,7 +139,7 @@ class TrainingChange:
                     f"gradients of {who} come from {passes}, forwards as often: {new} over {over}"
                 )
             case "ranks":
-                return f"{gradients} reduced over {after} ranks instead of {before}: {new}"
+                return f"{gradients} reduced over {after} instead of {before}: {new}"
             case "times":
                 calls = f"{self.old.count} -> {self.new.count} calls"
                 often = f"{before} -> {after} times"
@@ -232,6 +232,7 @@ class _Side:
         self.profile = profile
         self.axes = _map_to_new_axis_names(profile, new)
         self.sizes = {self.axes[axis.name]: axis.size for axis in profile.mesh_axes}
+        self.dims = {self.axes[axis.name]: axis.dims for axis in profile.mesh_axes}
         self.owners: set[Owner] = set()
         self.reduced: defaultdict[Owner, defaultdict[str, list[Row]]]
         self.reduced = defaultdict(lambda: defaultdict(list))
@@ -320,6 +321,18 @@ def _map_to_new_axis_names(profile: CommProfile, new: CommProfile) -> dict[str, 
     }
 
 
+def _join_axes(axes: Iterable[str]) -> str:
+    return " and ".join(sorted(axes))
+
+
+def _list_peers(dims: Mapping[str, tuple[tuple[int, int], ...]], axes: Iterable[str]) -> set[int]:
+    """Return the ranks that the axes together connect with rank 0."""
+    ranks = {0}
+    for size, stride in chain.from_iterable(dims.get(axis, ()) for axis in axes):
+        ranks = {rank + n * stride for rank in ranks for n in range(size)}
+    return ranks
+
+
 def _list_gradient_calls(row: Row) -> list[Calls]:
     return [call for call in row.calls if call.role == Role.GRADIENTS]
 
@@ -398,7 +411,10 @@ class _Training:
             if new.keys() < old.keys():
                 yield "unreduced", tuple(sorted(old.keys() - new.keys())), "", ""
             else:
-                yield "ranks", tuple(sorted({*old, *new})), str(ranks[0]), str(ranks[1])
+                count = show_count(ranks[1], "rank")
+                yield "ranks", tuple(sorted({*old, *new})), str(ranks[0]), count
+        elif ranks[1] >= ranks[0] and self._uses_other_ranks({*old}, {*new}):
+            yield "ranks", tuple(sorted({*old, *new})), _join_axes(old), _join_axes(new)
         axes_by_problem: defaultdict[tuple[Problem, str, str], list[str]] = defaultdict(list)
         for axis in sorted(old.keys() & new.keys()):
             if self._has_fewer_gradients(owner) and _find_gradient_volume_of_busiest(
@@ -517,6 +533,22 @@ class _Training:
         if owner in new.owners:
             return any(_is_related(owner, module) for module in grown)
         return bool(grown) or (trees is None and not self._is_still_in_model(owner))
+
+    def _uses_other_ranks(self, was: set[str], now: set[str]) -> bool:
+        """Whether a module reduces over other ranks, although neither mesh nor forward changed.
+
+        If no module kept its axes, two axes may have swapped roles, which is harmless.
+        """
+        old, new, added = self.old, self.new, now - was
+        is_same_mesh = added <= old.dims.keys() and all(
+            old.dims[axis] == dims for axis, dims in new.dims.items() if axis in old.dims
+        )
+        has_others = any(
+            old.reduced.get(at, {}).keys() == new.reduced[at].keys() for at in new.reduced
+        )
+        is_same_forward = all(old.forward(axis) == new.forward(axis) for axis in was - now)
+        is_covered = _list_peers(old.dims, was) <= _list_peers({**old.dims, **new.dims}, now)
+        return is_same_mesh and has_others and is_same_forward and not is_covered
 
     def _list_axes_around(self, owner: Owner, was: set[str]) -> tuple[set[str], set[str]]:
         """Return the axes over which the unit around a module reduces its gradients, too."""

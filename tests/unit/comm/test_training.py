@@ -32,6 +32,7 @@ from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.evidence import Evidence
 from pytest_fsdp_comm.comm.explanation.passes import Redistributed
+from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import GatheredPeak
 from pytest_fsdp_comm.reports.changes import render_comparison
 from pytest_fsdp_comm.reports.explanation import write_headline
@@ -412,6 +413,44 @@ HEAD = unit("head", 1_024)
     ],
 )
 def test_what_looks_like_it_is_not_told(old, new):
+    assert compare(old, new).changes
+    assert training(old, new) == []
+
+
+EDP, EP = MeshAxis(name="edp", size=2, dims=((2, 2),)), MeshAxis(name="ep", size=2, dims=((2, 1),))
+ALL = MeshAxis(name="world", size=4, dims=((4, 1),))
+
+
+def moe(axis, *others, layout=(EDP, EP, ALL), dense="world"):
+    """A profile whose experts, and whose other modules, reduce gradients over an axis each."""
+    experts = row(BACKWARD, "layers.0.experts", "all_reduce", 64, GRADIENTS, axis=axis)
+    routed = row(FORWARD, "layers.0.moe", "all_to_all", 32, "activations", axis="ep")
+    sent = [experts, routed, *others, *(replace(one, axis=dense) for one in ddp(128))]
+    return replace(made(sent), mesh_axes=layout, world_size=4)
+
+
+OTHER_MESH = replace(EDP, dims=((2, 4),)), EP, ALL
+GATHERED = row(FORWARD, "a", "all_gather", 64, "activations", axis="edp")
+
+
+def test_experts_are_reduced_over_ranks_with_other_experts():
+    assert training(moe("edp"), moe("ep")) == [
+        "gradients of layers.0.experts are reduced over ep instead of edp: 1 call, 64 B per rank"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (moe("edp"), moe("world")),
+        (moe("edp", dense="edp"), moe("ep", dense="ep")),
+        (moe("edp"), moe("ep", layout=OTHER_MESH)),
+        (moe("edp"), moe("data", layout=(replace(EDP, name="data"), EP, ALL))),
+        (moe("edp", GATHERED), moe("ep")),
+    ],
+    ids=["more ranks", "all modules", "other mesh", "other name", "other forward"],
+)
+def test_other_axes_that_do_not_break_training(old, new):
     assert compare(old, new).changes
     assert training(old, new) == []
 
