@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -48,7 +48,7 @@ class TreeChange:
 _ADDED: Final = "added,"
 _REMOVED: Final = "removed, was"
 _NEW_ROOT: Final = "becomes a root"
-_NEW_UNIT: Final = "becomes a unit of its own"
+_NEW_UNIT: Final = "is now a unit"
 _NO_UNIT: Final = "is no longer a unit"
 _NOT_MANAGED: Final = "no longer managed by a unit"
 _TRAINED: Final = " trained, but no unit manages it or reduces its gradients"
@@ -183,6 +183,13 @@ def compare_trees(
     has_units = any(new.units.values()) and not is_carried
     parameter_changes = partial(_describe_parameter_changes, has_units=has_units)
     problems = _TRAINING if not is_carried else tuple({*_TRAINING} - {_NOT_MANAGED})
+    removed = _drop_tied_names(old.parameters, new.parameters)
+    added = _drop_tied_names(new.parameters, old.parameters)
+    moves = _find_moves(removed, added)
+    old_names = {moved: name for name, (moved, _) in moves.items()}
+    names_of: defaultdict[str, list[str]] = defaultdict(list)
+    for name, (_, how) in moves.items():
+        names_of[how].append(name)
     return (
         *_diff_fact("world_size", old.world_size, new.world_size),
         *_diff_meshes(old.mesh_axes, new.mesh_axes),
@@ -194,14 +201,52 @@ def compare_trees(
             if not change.what.startswith((_NO_UNIT, _NEW_UNIT))
             or not reported.issuperset(expand(change.subject))
         ),
+        *(
+            TreeChange(subject=pattern, what=how, noun="parameters")
+            for how, names in names_of.items()
+            for pattern in fold_fqns(names)
+        ),
         *_compare_named_facts(
             "parameters",
-            _drop_tied_names(old.parameters, new.parameters),
-            _drop_tied_names(new.parameters, old.parameters),
+            removed,
+            {old_names.get(name, name): facts for name, facts in added.items()},
             parameter_changes,
             problems,
         ),
     )
+
+
+def _find_moves(
+    old: Mapping[str, ParameterFacts], new: Mapping[str, ParameterFacts]
+) -> dict[str, tuple[str, str]]:
+    """Map parameters to their new name and what happened, if one module around them was added.
+
+    Examples are adapters, which wrap a layer, and a model that becomes part of another one. The
+    shape must be the same. A module may also have been removed.
+    """
+    moves: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+    lost, gained = (side.keys() - other for side, other in ((old, new), (new, old)))
+    for name in gained:
+        for short, module in _list_shorter_names(name):
+            if short in lost and old[short].shape == new[name].shape:
+                moves[short].append((name, f"now below {module}"))
+    for name in lost:
+        for short, module in _list_shorter_names(name):
+            if short in gained and old[name].shape == new[short].shape:
+                moves[name].append((short, f"no longer below {module}"))
+    counts = Counter(name for targets in moves.values() for name, _ in targets)
+    return {
+        name: targets[0]
+        for name, targets in moves.items()
+        if len(targets) == 1 and counts[targets[0][0]] == 1
+    }
+
+
+def _list_shorter_names(parameter: str) -> Iterator[tuple[str, str]]:
+    """Yield the parameter's name without one of the modules around it, and that module."""
+    parts = parameter.split(".")
+    for place, module in enumerate(parts[:-1]):
+        yield ".".join(parts[:place] + parts[place + 1 :]), module
 
 
 def _drop_tied_names(

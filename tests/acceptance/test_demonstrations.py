@@ -144,7 +144,7 @@ def test_lm_head_gathered_per_loss_chunk_is_explained(llama):
         "8 calls, 1.0 MiB in total, at "
         f"examples/llama_training.py:{line}"
     )
-    assert lines[2] == "tree: lm_head: becomes a unit of its own (fsdp2)"
+    assert lines[2] == "tree: lm_head: is now a unit (fsdp2)"
     assert lines[3] == (
         "likely: called several times in one forward, e.g. by a loop or a chunked loss: leave it "
         "in its parent's unit, or set its reshard_after_forward to False"

@@ -122,7 +122,7 @@ def test_a_failed_comparison_reads_as_on_the_terminal(reported, directory):
     assert len(told) > 2
     for line in told:
         assert " ".join(line.split()) in text
-    assert "1: becomes a unit of its own (fsdp2)" in text
+    assert "1: is now a unit (fsdp2)" in text
     assert "Ranks 0-1" in text
     assert "Before: the snapshot" in text
     assert "Snapshots do not contain the order" in text

@@ -213,7 +213,7 @@ def test_verbose_and_ci_print_each_line_once(changed, monkeypatch):
         f"tests/models/test_llama.py:{line_of('self.lm_head(part)')}",
         "body.{0..3} no longer resharded after forward, so not gathered again in backward: "
         "-4 calls, -1.0 KiB",
-        "tree: lm_head: becomes a unit of its own (fsdp2)",
+        "tree: lm_head: is now a unit (fsdp2)",
     ):
         assert shown.count(line) == 1
     assert sum(line.startswith("likely: ") for line in shown) == 2

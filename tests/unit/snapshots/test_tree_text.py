@@ -328,6 +328,45 @@ def test_a_missing_root_is_named():
     assert found[1].likely.startswith("fully_shard on the root is missing")
 
 
+def rename_weights(*names, **fields):
+    """Return the changes if the layers' weights get other names, and fields such as a shape."""
+    old = parse_tree(DOCUMENT)
+    parameters = {}
+    for name, facts in old.parameters.items():
+        is_layer = name.startswith("layers.")
+        for new in names if is_layer else [""]:
+            changed = dataclasses.replace(facts, **fields) if is_layer else facts
+            parameters[name.replace(".weight", new) if new else name] = changed
+    return [*map(str, compare_trees(old, dataclasses.replace(old, parameters=parameters)))]
+
+
+def test_moved_parameters_are_one_change():
+    assert rename_weights(".base.weight", trainable=False) == [
+        "layers.{0..3}.weight: now below base",
+        "layers.{0..3}.weight: trainable -> frozen",
+    ]
+    old = parse_tree(DOCUMENT)
+    moved = {f"model.{name}": facts for name, facts in old.parameters.items()}
+    new = dataclasses.replace(old, parameters=moved)
+    lines = [str(change) for change in compare_trees(new, old)]
+    assert "model.layers.{0..3}.weight: no longer below model" in lines
+
+
+@pytest.mark.parametrize(
+    ("names", "fields"),
+    [
+        ([".first.weight", ".second.weight"], {}),  # either may be the old one
+        ([".base.weight"], {"shape": (64, 8)}),
+        ([".scale"], {}),
+        ([".weight", ".base.weight"], {}),  # an additional parameter
+    ],
+)
+def test_other_parameters_have_not_moved(names, fields):
+    lines = rename_weights(*names, **fields)
+    assert lines
+    assert "below" not in str(lines)
+
+
 def test_every_other_change_has_its_words():
     assert changes("world_size 4\nmesh dp=4 stride 1", "world_size 8\nmesh dp=8 stride 1") == [
         "world_size: 4 -> 8",
@@ -359,6 +398,6 @@ def test_every_other_change_has_its_words():
         "encoder.weight: added, Shard(0) over dp",
     ]
     assert changes("unit layers.{0..3}", "unit blocks.{0..3}") == [
-        "blocks.{0..3}: becomes a unit of its own (fsdp2)",
+        "blocks.{0..3}: is now a unit (fsdp2)",
         "layers.{0..3}: is no longer a unit (fsdp2)",
     ]
