@@ -20,7 +20,12 @@ from figures import keep
 
 from pytest_fsdp_comm.comm.divergence import find_divergence, find_divergence_of, list_calls
 from pytest_fsdp_comm.comm.events import Collective, Phase, Recording, Role, Source
-from pytest_fsdp_comm.comm.json import dump_recordings, join_recordings, load_recordings, parts_of
+from pytest_fsdp_comm.comm.json import (
+    dump_recordings,
+    join_recordings,
+    load_recordings,
+    make_sharing_key,
+)
 from pytest_fsdp_comm.comm.mesh import axis_of
 from pytest_fsdp_comm.comm.profile import fold, merge
 from pytest_fsdp_comm.gathering import gather_values
@@ -88,8 +93,8 @@ def _prepare_merge(recordings: Sequence[Recording]) -> Callable[[bool], None]:
 
     def run(compares: bool) -> None:
         loaded = load_recordings(text)
-        profiles = {parts_of(recording): fold(recording) for recording in loaded}
-        merge([profiles[parts_of(recording)] for recording in loaded])
+        profiles = {make_sharing_key(recording): fold(recording) for recording in loaded}
+        merge([profiles[make_sharing_key(recording)] for recording in loaded])
         if compares:
             assert find_divergence_of(loaded) is None
 

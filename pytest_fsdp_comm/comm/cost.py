@@ -101,7 +101,7 @@ class Cost:
 
 def cost_of_change(old: CommProfile, new: CommProfile) -> Cost:
     """Compute what a change costs on the ranks in both profiles; empty if they share no ranks."""
-    groups = _group_equal_ranks(old, new)
+    groups = _group_ranks_with_equal_calls(old, new)
     if not groups:
         return Cost()
     firsts = frozenset(groups)
@@ -119,7 +119,7 @@ def cost_of_change(old: CommProfile, new: CommProfile) -> Cost:
     peak, peak_ranks = _find_largest_and_its_ranks(
         peaks, groups, lambda pair: (abs(pair[1] - pair[0]), pair[1])
     )
-    old_exposed, new_exposed = (_exposed_nbytes(profile, firsts) for profile in (old, new))
+    old_exposed, new_exposed = (_sum_exposed_by_rank(profile, firsts) for profile in (old, new))
     exposed = [(old_exposed[rank], new_exposed[rank]) for rank in groups]
     exposed_before, exposed_after = max(exposed, key=lambda pair: abs(pair[1] - pair[0]))
     collectives = tuple(
@@ -128,7 +128,7 @@ def cost_of_change(old: CommProfile, new: CommProfile) -> Cost:
     )
     return Cost(
         ranks=ranks,
-        is_largest=len({_volume_change_sort_key(each)[:2] for each in changes.values()}) > 1,
+        is_largest=len({_volume_change_sort_key(change)[:2] for change in changes.values()}) > 1,
         collectives=collectives,
         exposed_before=exposed_before,
         exposed_after=exposed_after,
@@ -138,7 +138,7 @@ def cost_of_change(old: CommProfile, new: CommProfile) -> Cost:
     )
 
 
-def _group_equal_ranks(old: CommProfile, new: CommProfile) -> dict[int, list[int]]:
+def _group_ranks_with_equal_calls(old: CommProfile, new: CommProfile) -> dict[int, list[int]]:
     """Group ranks with equal rows and peaks on both sides; key each group by its lowest rank."""
     lists: set[tuple[int, ...]] = set()
     for profile in (old, new):
@@ -172,7 +172,7 @@ def _sum_volumes_by_rank(
     return sums
 
 
-def _exposed_nbytes(profile: CommProfile, ranks: frozenset[int]) -> dict[int, int]:
+def _sum_exposed_by_rank(profile: CommProfile, ranks: frozenset[int]) -> dict[int, int]:
     sums = dict.fromkeys(ranks, 0)
     for row in profile.collectives if profile.shows_overlap else ():
         nbytes = row.exposed_nbytes

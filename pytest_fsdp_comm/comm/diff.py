@@ -29,7 +29,7 @@ from pytest_fsdp_comm.comm.profile import (
     RowKey,
     Site,
     Subject,
-    comparable,
+    make_comparable,
     replace_fields,
     subject_and_phase_sort_key,
 )
@@ -37,7 +37,7 @@ from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
 from pytest_fsdp_comm.text.words import show_count
 
-Place: TypeAlias = tuple[str | None, RowKey]
+OwnerAndKey: TypeAlias = tuple[str | None, RowKey]
 _Rows: TypeAlias = tuple[Row, ...]
 
 
@@ -93,7 +93,7 @@ class Comparison:
     """The changes that the explanation does not cover."""
     causes: tuple[Cause, ...] = ()
     """Likely causes, regressions first."""
-    recorded: Mapping[Place, _Rows] = field(default_factory=dict)
+    recorded: Mapping[OwnerAndKey, _Rows] = field(default_factory=dict)
     """The rows of the recording, with their sites, keyed by owner and row key."""
     training: tuple[TrainingChange | Step, ...] = ()
     """Changes that break training, worst first."""
@@ -142,22 +142,22 @@ def _sort_unreported_steps(
     # A redistribution in forward comes before its counterpart in backward.
     return sorted(
         (step for step in steps if not reports_step(training, step)),
-        key=lambda step: (order.get(id(step), (True, False)), _is_of_backward(step)),
+        key=lambda step: (order.get(id(step), (True, False)), _is_redistribution_in_backward(step)),
     )
 
 
-def _is_of_backward(step: Step) -> bool:
+def _is_redistribution_in_backward(step: Step) -> bool:
     return isinstance(step, Redistributed) and step.phase is Phase.BACKWARD
 
 
 def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None) -> Comparison:
-    """Compare the `comparable` parts of two profiles, and explain the diff."""
+    """Compare two profiles (see Note [Comparable]), and explain the diff."""
     words = {True: "compared", False: "not compared"}
     sizes = words[old.sizes_activations], words[new.sizes_activations]
     complete = old, new
-    old, new = comparable(old, new)
+    old, new = make_comparable(old, new)
     frames = tuple(_compare_run_facts(old, new, sizes))
-    recorded = _group_by_place(new.rows)
+    recorded = _group_rows_by_owner_and_key(new.rows)
     rows = tuple(_compare_rows(old.rows, new.rows, recorded))
     if not (frames or rows):
         return Comparison(changes=())
@@ -204,10 +204,10 @@ def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None
 def _compare_run_facts(
     old: CommProfile, new: CommProfile, sizes: tuple[str, str]
 ) -> Iterable[Change]:
-    def ranks(profile: CommProfile) -> str:
+    def write_recorded_ranks(profile: CommProfile) -> str:
         return write_ranks(profile.recorded_ranks) or "all"
 
-    def peak(profile: CommProfile) -> str:
+    def write_peaks(profile: CommProfile) -> str:
         return " / ".join(
             f"{peak.nbytes:_} B{f' on {name_ranks(peak.ranks)}' if peak.ranks else ''}"
             for peak in profile.peaks
@@ -216,13 +216,13 @@ def _compare_run_facts(
     pairs: tuple[tuple[Literal["frame", "memory"], str, str, str], ...] = (
         ("frame", "world_size", str(old.world_size), str(new.world_size)),
         ("frame", "activation sizes", *sizes),
-        ("frame", "recorded ranks", ranks(old), ranks(new)),
+        ("frame", "recorded ranks", write_recorded_ranks(old), write_recorded_ranks(new)),
         (
             "frame",
             name_mesh_change(old.mesh_axes, new.mesh_axes),
             *_describe_changed_meshes(old.mesh_axes, new.mesh_axes),
         ),
-        ("memory", "peak gathered", peak(old) or "0 B", peak(new) or "0 B"),
+        ("memory", "peak gathered", write_peaks(old) or "0 B", write_peaks(new) or "0 B"),
     )
     for subject, what, before, after in pairs:
         if before != after:
@@ -262,13 +262,13 @@ def _describe_changed_meshes(old: Sequence[MeshAxis], new: Sequence[MeshAxis]) -
 
 
 def _compare_rows(
-    old: Iterable[Row], new: Iterable[Row], recorded: Mapping[Place, _Rows]
+    old: Iterable[Row], new: Iterable[Row], recorded: Mapping[OwnerAndKey, _Rows]
 ) -> Iterable[Change]:
-    before, after = _group_by_place(old), _group_by_place(new)
+    before, after = _group_rows_by_owner_and_key(old), _group_rows_by_owner_and_key(new)
     groups: dict[tuple[object, ...], list[Change]] = {}
     # Use the order of the new profile. In each phase, removed rows come last, in their old order.
     for owner, key in sorted(
-        {**after, **before}, key=lambda place: subject_and_phase_sort_key(place[1])
+        {**after, **before}, key=lambda pair: subject_and_phase_sort_key(pair[1])
     ):
         was, now = before.get((owner, key), ()), after.get((owner, key), ())
         if was == now:
@@ -328,7 +328,7 @@ def _find_new_calls(
                 candidates = []
                 for site in recorded_row.sites if _have_common_ranks(recorded_row, row) else ():
                     is_sender = site.is_of_dtensor or not is_of_dtensors
-                    if is_sender and _keep_compared_fields(site.calls, call) == kind:
+                    if is_sender and _clear_uncompared_fields(site.calls, call) == kind:
                         candidates.append(site)
                         counts[site.call_site] += site.calls.count
                 # If a line issued more of these calls than the snapshot has, one of them is new.
@@ -340,7 +340,7 @@ def _find_new_calls(
     return NewCalls(tuple((owner, site) for site in sites), is_certain)
 
 
-def _keep_compared_fields(recorded: Calls, compared: Calls) -> Calls:
+def _clear_uncompared_fields(recorded: Calls, compared: Calls) -> Calls:
     """Clear the timing and count of recorded calls; if `compared` has no size, clear the sizes."""
     changes = {**UNTIMED, "count": 0}
     if compared.is_unsized:
@@ -352,8 +352,8 @@ def _have_common_ranks(first: Row, second: Row) -> bool:
     return not (first.ranks and second.ranks and set(first.ranks).isdisjoint(second.ranks))
 
 
-def _group_by_place(rows: Iterable[Row]) -> dict[Place, _Rows]:
-    places: defaultdict[Place, list[Row]] = defaultdict(list)
+def _group_rows_by_owner_and_key(rows: Iterable[Row]) -> dict[OwnerAndKey, _Rows]:
+    groups: defaultdict[OwnerAndKey, list[Row]] = defaultdict(list)
     for row in rows:
-        places[row.owner, row.key].append(row)
-    return {place: tuple(listed) for place, listed in places.items()}
+        groups[row.owner, row.key].append(row)
+    return {owner_and_key: tuple(group) for owner_and_key, group in groups.items()}

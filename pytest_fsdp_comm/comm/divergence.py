@@ -183,19 +183,19 @@ def find_divergence_of(recordings: Sequence[Recording]) -> Divergence | None:
 def first_difference(
     sequences: Sequence[Sequence[_Value]], differ: Callable[[Sequence[_Value | None]], bool]
 ) -> int | None:
-    """Return the first place at which sequences differ; an ended sequence has None there."""
-    for place, values in enumerate(zip_longest(*sequences)):
+    """Return the first index at which sequences differ; an ended sequence has None there."""
+    for index, values in enumerate(zip_longest(*sequences)):
         if differ(values):
-            return place
+            return index
     return None
 
 
-class _Part(NamedTuple):
+class _GroupCalls(NamedTuple):
     """The calls of a rank on one group."""
 
     calls: tuple[Call, ...]
-    places: tuple[int, ...]
-    """For each of `calls`: its place in `RankCalls.calls`."""
+    indices: tuple[int, ...]
+    """For each of `calls`: its index in `RankCalls.calls`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,33 +205,33 @@ class _Group:
     axis: str
     number: int
     """`Collective.group_number`."""
-    parts: Mapping[int, _Part]
+    parts: Mapping[int, _GroupCalls]
     """The calls of each recorded rank of the group. Ranks with equal recordings share an object."""
     is_only: bool
     """Whether all recorded ranks are in the group."""
 
-    def name_call(self, place: int) -> str:
+    def name_call(self, index: int) -> str:
         members = "" if self.is_only else f" ({name_ranks([*self.parts])})"
         number = "" if self.number == 1 else f", group {self.number} of these ranks"
-        return f"#{place + 1} over {printable(self.axis)}{members}{number}"
+        return f"#{index + 1} over {printable(self.axis)}{members}{number}"
 
     def find_difference(self) -> Iterator[tuple[int, Divergence]]:
-        """Yield the first difference, after its earliest place in the recording of a rank."""
+        """Yield the first difference, after its earliest index in the recording of a rank."""
         distinct = [*{id(part): part.calls for part in self.parts.values()}.values()]
         if len(distinct) <= 1:
             return
         owners = [{call.owner for call in calls} for calls in distinct]
-        place = first_difference(distinct, lambda calls: _are_different(calls, owners))
-        if place is None:
+        index = first_difference(distinct, lambda calls: _are_different(calls, owners))
+        if index is None:
             return
         by_rank = {
-            rank: part.calls[place] if place < len(part.calls) else None
+            rank: part.calls[index] if index < len(part.calls) else None
             for rank, part in self.parts.items()
         }
         yield (
-            min(part.places[place] for part in self.parts.values() if place < len(part.places)),
+            min(part.indices[index] for part in self.parts.values() if index < len(part.indices)),
             Divergence(
-                subject=f"ranks diverge at call {self.name_call(place)}",
+                subject=f"ranks diverge at call {self.name_call(index)}",
                 acts=_group_ranks_by_act(_describe_differing_calls(by_rank)),
             ),
         )
@@ -242,7 +242,7 @@ def _list_process_groups(calls: Mapping[int, RankCalls]) -> list[_Group]:
     split = {key: _split_by_group(of_rank) for key, of_rank in distinct.items()}
     # For each axis: the recorded ranks of each group, keyed by the group's first rank.
     groups_of_axis: dict[MeshAxis, defaultdict[int, list[int]]] = {}
-    parts_of_groups: defaultdict[tuple[str, int, tuple[int, ...]], dict[int, _Part]]
+    parts_of_groups: defaultdict[tuple[str, int, tuple[int, ...]], dict[int, _GroupCalls]]
     parts_of_groups = defaultdict(dict)
     for rank, of_rank in calls.items():
         axes = {axis.name: axis for axis in of_rank.axes}
@@ -256,7 +256,7 @@ def _list_process_groups(calls: Mapping[int, RankCalls]) -> list[_Group]:
                         groups_of_axis[axis][first_rank_of_group(axis, other)].append(other)
                 members = groups_of_axis[axis][first_rank_of_group(axis, rank)]
             parts_of_groups[name, number, tuple(members)][rank] = part
-    nothing = _Part((), ())
+    nothing = _GroupCalls((), ())
     return [
         _Group(
             axis=name,
@@ -268,19 +268,19 @@ def _list_process_groups(calls: Mapping[int, RankCalls]) -> list[_Group]:
     ]
 
 
-def _split_by_group(of_rank: RankCalls) -> dict[tuple[str, tuple[int, ...], int], _Part]:
+def _split_by_group(calls: RankCalls) -> dict[tuple[str, tuple[int, ...], int], _GroupCalls]:
     """Return the calls on each group, keyed by axis, `Call.group_ranks` and number."""
-    places: defaultdict[tuple[str, tuple[int, ...], int], list[int]] = defaultdict(list)
-    for place, call in enumerate(of_rank.calls):
-        places[call.axis, call.group_ranks, call.group_number].append(place)
+    indices: defaultdict[tuple[str, tuple[int, ...], int], list[int]] = defaultdict(list)
+    for index, call in enumerate(calls.calls):
+        indices[call.axis, call.group_ranks, call.group_number].append(index)
     return {
-        group: _Part(tuple(of_rank.calls[place] for place in listed), tuple(listed))
-        for group, listed in places.items()
+        group: _GroupCalls(tuple(calls.calls[index] for index in listed), tuple(listed))
+        for group, listed in indices.items()
     }
 
 
 def _are_different(calls: Sequence[Call | None], owners: Sequence[Container[str | None]]) -> bool:
-    """Return whether calls at the same place differ; `owners` are those of each rank's calls."""
+    """Return whether calls at the same index differ; `owners` are those of each rank's calls."""
     if len({None if call is None else call.facts for call in calls}) > 1:
         return True
     named = {
@@ -343,13 +343,13 @@ def _group_ranks_by_act(acts: Mapping[int, str]) -> tuple[tuple[tuple[int, ...],
 def _find_circular_wait(
     groups: Sequence[_Group], calls: Mapping[int, RankCalls]
 ) -> Divergence | None:
-    parts_of_ranks: defaultdict[int, dict[int, _Part]] = defaultdict(dict)
+    parts_of_ranks: defaultdict[int, dict[int, _GroupCalls]] = defaultdict(dict)
     kinds: list[Hashable] = []
     for number, group in enumerate(groups):
         kinds.append((group.axis, group.number, frozenset(id(calls[rank]) for rank in group.parts)))
         for rank, part in group.parts.items():
             parts_of_ranks[rank][number] = part
-    merged: dict[Hashable, list[tuple[Hashable, _Part]]] = {}
+    merged: dict[Hashable, list[tuple[Hashable, _GroupCalls]]] = {}
     for parts in parts_of_ranks.values():
         kinds_of_parts = [(kinds[number], part) for number, part in parts.items()]
         merged[frozenset((kind, id(part)) for kind, part in kinds_of_parts)] = kinds_of_parts
@@ -362,7 +362,7 @@ def _find_circular_wait(
     if not stuck:
         return None
     # Follow the ranks: each waits for a rank that makes another call first.
-    heads = {rank: orders[rank][place] for rank, place in stuck.items()}
+    heads = {rank: orders[rank][index] for rank, index in stuck.items()}
     waiting = [min(heads)]
     while True:
         awaited = heads[waiting[-1]]
@@ -375,9 +375,9 @@ def _find_circular_wait(
         waiting.append(blocking)
 
     def name(step: tuple[int, int]) -> str:
-        number, place = step
-        call = next(iter(groups[number].parts.values())).calls[place]
-        return f"{call.kind} {groups[number].name_call(place)}"
+        number, index = step
+        call = next(iter(groups[number].parts.values())).calls[index]
+        return f"{call.kind} {groups[number].name_call(index)}"
 
     acts = {
         rank: f"calls {name(heads[rank])} before {name(heads[previous])}"
@@ -389,10 +389,10 @@ def _find_circular_wait(
     )
 
 
-def _list_calls_in_order(parts: Iterable[tuple[_Key, _Part]]) -> list[tuple[_Key, int]]:
-    """Return the group and place of each call of a rank, in the order of the calls."""
-    steps = {place: (key, count) for key, part in parts for count, place in enumerate(part.places)}
-    return [steps[place] for place in sorted(steps)]
+def _list_calls_in_order(parts: Iterable[tuple[_Key, _GroupCalls]]) -> list[tuple[_Key, int]]:
+    """Return the group and index of each call of a rank, in the order of the calls."""
+    steps = {index: (key, count) for key, part in parts for count, index in enumerate(part.indices)}
+    return [steps[index] for index in sorted(steps)]
 
 
 def _find_stuck_ranks(orders: Mapping[_Rank, Sequence[tuple[_Key, int]]]) -> dict[_Rank, int]:
@@ -403,18 +403,18 @@ def _find_stuck_ranks(orders: Mapping[_Rank, Sequence[tuple[_Key, int]]]) -> dic
     """
     missing = Counter(step for order in orders.values() for step in order)
     arrived: defaultdict[tuple[_Key, int], list[_Rank]] = defaultdict(list)
-    places = dict.fromkeys(orders, 0)
+    indices = dict.fromkeys(orders, 0)
     moving = [*orders]
     while moving:
         rank = moving.pop()
-        if places[rank] == len(orders[rank]):
-            del places[rank]
+        if indices[rank] == len(orders[rank]):
+            del indices[rank]
             continue
-        step = orders[rank][places[rank]]
+        step = orders[rank][indices[rank]]
         arrived[step].append(rank)
         missing[step] -= 1
         if not missing[step]:
             for waiting in arrived.pop(step):
-                places[waiting] += 1
+                indices[waiting] += 1
                 moving.append(waiting)
-    return places
+    return indices

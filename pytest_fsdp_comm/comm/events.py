@@ -146,8 +146,8 @@ class Collective:
     group_number: int = 1
     """The number of the group among the axis's groups of the same ranks, oldest first."""
     is_unordered: bool = False
-    """Whether another thread or a callback of a `torch.Future` issued the call, so that its place
-    among the other calls depends on timing."""
+    """Whether another thread or a callback of a `torch.Future` issued the call, so that timing
+    decides its position among the other calls."""
     exposed: bool | None = None
     """Whether no operation with FLOPs can run at the same time as this call. None on real ranks."""
     beside: tuple[Beside, ...] = ()
@@ -226,8 +226,8 @@ class HostWait:
 
     def __repr__(self) -> str:
         """Return a short text, because pytest prints it if an assertion about host waits fails."""
-        place = f" at {self.call_site}" if self.call_site else ""
-        return f"<HostWait {self.way} in {self.phase} of {self.owner or 'no module'}{place}>"
+        site = f" at {self.call_site}" if self.call_site else ""
+        return f"<HostWait {self.way} in {self.phase} of {self.owner or 'no module'}{site}>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

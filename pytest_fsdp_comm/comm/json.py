@@ -81,7 +81,7 @@ def load_run(text: str) -> ScriptRun | None:
     return load_document(_Recordings, _KIND, JSON_VERSION, text).run
 
 
-def parts_of(recording: Recording) -> tuple[int, ...]:
+def make_sharing_key(recording: Recording) -> tuple[int, ...]:
     """Return a key that is equal for ranks that share one recording in a JSON document."""
     # The key consists of object ids, so it is valid only as long as the recording exists.
     names = {field.name for field in fields(recording)} - {"rank"}

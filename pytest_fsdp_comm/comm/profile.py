@@ -31,9 +31,9 @@ Subject: TypeAlias = Literal["collective", "reshard", "redistribution", "host_wa
 """What a row counts. For example, an unshard and its all-gather are counted in separate rows."""
 SUBJECTS: Final[tuple[Subject, ...]] = get_args(Subject)
 
-_PHASE_ORDER: Final = {phase: place for place, phase in enumerate(Phase)}
-_SUBJECT_ORDER: Final = {subject: place for place, subject in enumerate(SUBJECTS)}
-_KIND_ORDER: Final = {kind: place for place, kind in enumerate(COLLECTIVE_KINDS)}
+_PHASE_ORDER: Final = {phase: index for index, phase in enumerate(Phase)}
+_SUBJECT_ORDER: Final = {subject: index for index, subject in enumerate(SUBJECTS)}
+_KIND_ORDER: Final = {kind: index for index, kind in enumerate(COLLECTIVE_KINDS)}
 
 # Matches the embedding's shape in the repr of the placement `_MaskPartial` (torch 2.7 to 2.13).
 # Rows omit the shape, because it is not part of the placement.
@@ -231,7 +231,7 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
         reduced_in: defaultdict[int | None, set[int | None]] = defaultdict(set)
         for event in row_events:
             reduced_in[event.num_backwards].add(event.backward)
-        words = {total: _describe_backwards(total, places) for total, places in reduced_in.items()}
+        words = {total: _describe_backwards(total, passes) for total, passes in reduced_in.items()}
         calls = [Calls.from_event(event, words[event.num_backwards]) for event in row_events]
         # Tuples are faster to hash than sites.
         sites = Counter(
@@ -266,26 +266,27 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
         )
 
 
-def _describe_backwards(total: int | None, places: Collection[int | None]) -> str:
+def _describe_backwards(total: int | None, passes: Collection[int | None]) -> str:
     """Describe which of `total` backward passes reduce gradients; return "" if all do."""
-    if total is None or len(places) == total:
+    if total is None or len(passes) == total:
         return ""
-    for name, place in (("last", total), ("first", 1)):
-        if places == {place}:
+    for name, number in (("last", total), ("first", 1)):
+        if passes == {number}:
             return f"the {name} of {total} backwards"
-    text = f"{len(places)} of {total} backwards"
-    return text if total in places else f"{text}{NOT_LAST}"
+    text = f"{len(passes)} of {total} backwards"
+    return text if total in passes else f"{text}{NOT_LAST}"
 
 
 def _fold_reshards_and_redistributions(recording: Recording) -> Iterable[Row]:
-    def write(placements: Sequence[str]) -> str:
+    def write_placements(placements: Sequence[str]) -> str:
         return f"({','.join(_SHAPE.sub('', text).replace(' ', '') for text in placements)})"
 
     counts: Counter[tuple[Subject, Phase, str | None, str]] = Counter()
     for reshard in recording.reshards:
         counts["reshard", reshard.phase, reshard.module, reshard.action] += 1
     for move in recording.redistributions:
-        change = f"{write(move.source_placements)}->{write(move.target_placements)}"
+        sides = move.source_placements, move.target_placements
+        change = "->".join(map(write_placements, sides))
         counts["redistribution", move.phase, move.owner, change] += 1
     for (subject, phase, owner, what), count in counts.items():
         calls = (Calls(count=count),)
@@ -325,8 +326,8 @@ def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> Comm
     ranks_of_groups = [listed for _, listed in groups.values()]
 
     @cache
-    def ranks_of(places: frozenset[int]) -> tuple[int, ...]:
-        listed = sorted(chain.from_iterable(ranks_of_groups[place] for place in places))
+    def ranks_of(indices: frozenset[int]) -> tuple[int, ...]:
+        listed = sorted(chain.from_iterable(ranks_of_groups[index] for index in indices))
         return ranks_or_empty_if_all(listed, len(ranks))
 
     def merge_equal(
@@ -334,11 +335,11 @@ def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> Comm
     ) -> Iterator[_WithRanks]:
         """Merge values with equal keys; yield them in the order of their lowest ranks."""
         merged: dict[object, tuple[_WithRanks, list[int]]] = {}
-        for place, values in enumerate(values_of_groups):
+        for index, values in enumerate(values_of_groups):
             for value in values:
-                merged.setdefault(key(value), (value, []))[1].append(place)
-        for value, places in merged.values():
-            yield replace(value, ranks=ranks_of(frozenset(places)))
+                merged.setdefault(key(value), (value, []))[1].append(index)
+        for value, indices in merged.values():
+            yield replace(value, ranks=ranks_of(frozenset(indices)))
 
     # Do not use the row itself as the key: hashing all fields would take longer.
     row_key = attrgetter("subject", "phase", "owner", "what", "axis", "calls")
@@ -412,7 +413,7 @@ def remove_activation_sizes(profile: CommProfile) -> CommProfile:
     return replace(_replace_rows(profile, rows), sizes_activations=False)
 
 
-def _remove_backwards(profile: CommProfile) -> CommProfile:
+def _clear_backwards_field(profile: CommProfile) -> CommProfile:
     """Clear `Calls.backwards` for all calls that the last backward also issues."""
 
     def reset(row: Row) -> Row:
@@ -446,7 +447,7 @@ def _replace_rows(profile: CommProfile, rows: Iterable[Row]) -> CommProfile:
 #   and the number of micro-batches, so it is printed, but not compared.
 
 
-def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommProfile]:
+def make_comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommProfile]:
     """Remove from both profiles everything that cannot be compared; see Note [Comparable]."""
     if new.recorded_ranks and not old.recorded_ranks:
         old = restrict(old, new.recorded_ranks)
@@ -456,7 +457,7 @@ def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommPro
         old, new = remove_overlap(old), remove_overlap(new)
     if old.sizes_activations != new.sizes_activations:
         old, new = remove_activation_sizes(old), remove_activation_sizes(new)
-    return _remove_backwards(old), _remove_backwards(new)
+    return _clear_backwards_field(old), _clear_backwards_field(new)
 
 
 def replace_fields(calls: Iterable[Calls], **changes: Any) -> tuple[Calls, ...]:

@@ -136,7 +136,7 @@ def _check_known_name(parameter: str, value: str | None, allowed: Sequence[str])
     if value is None or value in allowed:
         return
     listed = (
-        f"expected one of {_list_first_names(allowed)}" if allowed else "the recording has none"
+        f"expected one of {_join_first_names(allowed)}" if allowed else "the recording has none"
     )
     if not isinstance(value, str):
         raise RecordingError(f"{parameter} must be a name, got {type(value).__name__}; {listed}")
@@ -163,15 +163,15 @@ def _make_owner_predicate(name: str | None, names: Names) -> Callable[[str | Non
         raise RecordingError(f"owner: {error}") from None
     owners = {owner for owner in names.owners if matches(owner)}
     if not owners:
-        raise RecordingError(_describe_unknown_owner(name, names))
+        raise RecordingError(_describe_unmatched_module(name, names))
     return lambda owner: owner in owners
 
 
-def _describe_unknown_owner(name: str, names: Names) -> str:
+def _describe_unmatched_module(name: str, names: Names) -> str:
     is_pattern = any(mark in name for mark in "{*")
     missing = f"no module matches {name!r}" if is_pattern else f"there is no module {name!r}"
     patterns = fold_fqns(names.owners)
-    listed = ", ".join(part for part in (_list_first_names(patterns), NO_MODULE) if part)
+    listed = ", ".join(part for part in (_join_first_names(patterns), NO_MODULE) if part)
     if names.has_model:
         return f"{missing} in the model passed to comm_mode; expected one of {listed}"
     return (
@@ -180,5 +180,5 @@ def _describe_unknown_owner(name: str, names: Names) -> str:
     )
 
 
-def _list_first_names(names: Sequence[str]) -> str:
+def _join_first_names(names: Sequence[str]) -> str:
     return join_first([name for name in names if name], _MAX_LISTED)

@@ -11,7 +11,7 @@ from typing import Any
 
 from pytest_fsdp_comm.comm.divergence import find_divergence_of
 from pytest_fsdp_comm.comm.events import Recording
-from pytest_fsdp_comm.comm.json import kind_of_document, load_recordings, parts_of
+from pytest_fsdp_comm.comm.json import kind_of_document, load_recordings, make_sharing_key
 from pytest_fsdp_comm.comm.profile import CommProfile, fold, merge
 from pytest_fsdp_comm.command_line.terminal import SAME
 from pytest_fsdp_comm.errors import FsdpCommError
@@ -47,10 +47,10 @@ def read_document(path: Path, *, where: str = "") -> SnapshotText:
 def merge_recordings(recordings: Sequence[Recording]) -> CommProfile:
     """Merge the recordings of several ranks into one profile."""
     # Ranks often have identical recordings, so fold each distinct recording only once.
-    distinct = {parts_of(recording): recording for recording in recordings}
+    distinct = {make_sharing_key(recording): recording for recording in recordings}
     profiles = {parts: fold(recording) for parts, recording in distinct.items()}
     merged = merge(
-        [profiles[parts_of(recording)] for recording in recordings],
+        [profiles[make_sharing_key(recording)] for recording in recordings],
         ranks=[recording.rank for recording in recordings],
     )
     return replace(merged, divergence=find_divergence_of(recordings))

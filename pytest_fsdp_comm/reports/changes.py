@@ -21,7 +21,7 @@ from pytest_fsdp_comm.comm.explanation.states import count_calls, nbytes_of
 from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
 from pytest_fsdp_comm.comm.explanation.timing import TimingChange
 from pytest_fsdp_comm.comm.explanation.training import TrainingChange
-from pytest_fsdp_comm.comm.explanation.words import name_modules, name_place
+from pytest_fsdp_comm.comm.explanation.words import name_modules, name_with_phase
 from pytest_fsdp_comm.comm.profile import Row
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
 from pytest_fsdp_comm.reports.explanation import Failure, Severity, Statement
@@ -397,7 +397,7 @@ def _describe_change(change: Change, amount: str = "") -> str:
     if change.phase is None:
         before = f"{change.old_text} -> " if change.old_text else ""
         return f"{change.what}: {before}{change.new_text}"
-    where = name_place(change.owners, change.phase)
+    where = name_with_phase(change.owners, change.phase)
     each = ", each" if len(change.owners) > 1 else ""
     if change.subject == "collective":
         amounts = _describe_amounts(change)

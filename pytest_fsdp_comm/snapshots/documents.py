@@ -73,7 +73,7 @@ def differs(old: SnapshotText, new: SnapshotText) -> bool:
     match old.profile, new.profile:
         case CommProfile() as was, CommProfile() as now:
             is_same_scope = was.sizes_activations == now.sizes_activations
-            was, now = comm.comparable(was, now)
+            was, now = comm.make_comparable(was, now)
             counts, new_counts = group_counts(was.mesh_axes), group_counts(now.mesh_axes)
             return not is_same_scope or was != now or counts != new_counts
         case TreeProfile() as before, TreeProfile() as after:

@@ -126,12 +126,12 @@ class Counts(GlobalStep):
 
     def change(self, row: Row, content: Content) -> Row:
         calls = tuple(
-            replace(call, count=int(call.count * self._factor_of(row.key, call, content)))
+            replace(call, count=int(call.count * self._get_factor(row.key, call, content)))
             for call in row.calls
         )
         return row if calls == row.calls else replace(row, calls=calls)
 
-    def _factor_of(self, key: RowKey, call: Calls, content: Content) -> Fraction:
+    def _get_factor(self, key: RowKey, call: Calls, content: Content) -> Fraction:
         if self.scope.includes(key, call, content):
             return self.factor
         is_other = self.reductions != 1 and key.phase in _PASSES
@@ -140,7 +140,7 @@ class Counts(GlobalStep):
     def fits(self, contents: Iterable[Content]) -> bool:
         """Whether all new counts are whole numbers."""
         return self.factor.denominator == self.reductions.denominator == 1 or not any(
-            call.count % self._factor_of(key, call, content).denominator
+            call.count % self._get_factor(key, call, content).denominator
             for content in contents
             for key, call in content.calls()
         )
@@ -197,7 +197,7 @@ class Counts(GlobalStep):
         matches: Matches
         match self.scope:
             case Scope.EVERYTHING | Scope.OPTIMIZER | Scope.OUTSIDE:
-                where, matches = "", _is_any
+                where, matches = "", _is_any_call
                 if self.scope is not Scope.EVERYTHING:
                     matches = _make_phase_matcher(Phase[self.scope.name])
                     where = f" {name_phase(Phase[self.scope.name])}"
@@ -210,7 +210,7 @@ class Counts(GlobalStep):
             case Scope.ACTIVATIONS:
                 return self._describe_call_factor("activation calls", _is_activation, recordings)
             case Scope.FORWARD:
-                return self._describe_forward(recordings)
+                return self._describe_forward_factor(recordings)
         reductions = recordings.ratio(_is_gradient_reduction, is_shared=True)
         calls = "all forward and backward calls"
         matches = _is_pass_call_without_gradients
@@ -237,7 +237,7 @@ class Counts(GlobalStep):
         rest = "" if is_common else ", apart from the other changes"
         return f"{calls}: {name_factor(self.factor)} as many{rest}"
 
-    def _describe_forward(self, recordings: Recordings) -> str:
+    def _describe_forward_factor(self, recordings: Recordings) -> str:
         def is_counted(key: RowKey, _call: Calls, owner: Owner) -> bool:
             return key.phase is Phase.FORWARD and owner not in self.excluded
 
@@ -327,7 +327,7 @@ class Counts(GlobalStep):
                 return f"{often} forwards"
             return f"{often} steps, micro-batches or inputs of one loss"
         if self.scope is Scope.FORWARD:
-            return self._find_cause_of_forwards(recordings, often, is_whole=is_whole)
+            return self._explain_more_forwards(recordings, often, is_whole=is_whole)
         if self.scope is Scope.OPTIMIZER and is_whole:
             norms = "norms are computed more often, e.g. by clip_grad_norm_ in each micro-batch"
             return f"{often} optimizer steps, or {norms}" if _has_norms(recordings.new) else ""
@@ -346,7 +346,7 @@ class Counts(GlobalStep):
         alternative = "" if is_certain else f", or {resharded}"
         return f"gradients accumulated over {often} micro-batches{alternative}"
 
-    def _find_cause_of_forwards(self, recordings: Recordings, often: str, *, is_whole: bool) -> str:
+    def _explain_more_forwards(self, recordings: Recordings, often: str, *, is_whole: bool) -> str:
         sides = ([row for row in side.rows if row.what == "send"] for side in recordings.sides)
         old_sends, new_sends = map(count_calls, sides)
         if new_sends:
@@ -374,10 +374,10 @@ def explain_added_forwards(recordings: Recordings) -> str:
     is_frozen = any(content.reductions for content in new.values()) and not any(
         new[owner].reductions for owner in more
     )
-    return f"{NO_BACKWARD}{', or frozen modules that run on more inputs' * is_frozen}"
+    return f"{NO_BACKWARD}{', or frozen modules that run on more inputs' if is_frozen else ''}"
 
 
-def _is_any(_key: RowKey, _call: Calls, _owner: Owner) -> bool:
+def _is_any_call(_key: RowKey, _call: Calls, _owner: Owner) -> bool:
     return True
 
 
@@ -534,7 +534,7 @@ class Sizes(_Scaled):
         if self.axis:
             return call.role == Role.GRADIENTS and key.axis == self.axis
         is_loss = self.with_loss and not call.role and key.phase is Phase.OUTSIDE
-        is_activation = _get_size_role(key, call.role) == Role.ACTIVATIONS
+        is_activation = _guess_role(key, call.role) == Role.ACTIVATIONS
         return key.subject == "collective" and (is_activation or is_loss)
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
@@ -547,7 +547,7 @@ class Sizes(_Scaled):
             for key, before, after in group.rows:
                 sizes, role = sizes_of(before, after), role_of(before)
                 if sizes is not None and role == role_of(after):
-                    role = _get_size_role(key, role)
+                    role = _guess_role(key, role)
                     axis = key.axis if role == Role.GRADIENTS else ""
                     sizes_by_part[role, axis].append((*sizes, len(group.owners)))
         for (role, axis), pairs in sizes_by_part.items():
@@ -581,7 +581,7 @@ class Sizes(_Scaled):
         rows = [
             row
             for row in recordings.old.collectives
-            if any(_get_size_role(row.key, call.role) == Role.ACTIVATIONS for call in row.calls)
+            if any(_guess_role(row.key, call.role) == Role.ACTIVATIONS for call in row.calls)
         ]
         kinds, axes = {row.what for row in rows}, {row.axis for row in rows}
         trees = recordings.trees
@@ -597,7 +597,7 @@ class Sizes(_Scaled):
         return f"a different {', '.join(sizes[:-1])} or {sizes[-1]}"
 
 
-def _get_size_role(key: RowKey, role: str) -> str:
+def _guess_role(key: RowKey, role: str) -> str:
     """Return the role that decides how a call's size changes; stages send each other activations.
 
     This is a guess only for calls without a proven role.
@@ -693,7 +693,7 @@ class Dtype(_Scaled):
             hook = "an fsdp_pre_all_gather hook of the weights, such as torchao's float8 all-gather"
             if is_refuted:
                 return hook
-            hook = f"{hook}, " * (("float8" in self.old) != ("float8" in self.new))
+            hook = f"{hook}, " if ("float8" in self.old) != ("float8" in self.new) else ""
             return f"{hook}MixedPrecisionPolicy, or {_MODEL_DTYPE}"
         gathered = list_gathered_axes(recordings.old)
         is_partial = gathered and gathered.isdisjoint(axis for _, axis in self.parts)

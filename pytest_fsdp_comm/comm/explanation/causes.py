@@ -30,7 +30,7 @@ from pytest_fsdp_comm.comm.explanation.search import Explanation
 from pytest_fsdp_comm.comm.explanation.states import count_calls, is_from_user_code, role_of
 from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
 from pytest_fsdp_comm.comm.explanation.units import Gathered
-from pytest_fsdp_comm.comm.explanation.words import name_place
+from pytest_fsdp_comm.comm.explanation.words import name_with_phase
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.text.words import show_count
@@ -313,8 +313,8 @@ def _find_exposure_causes(
         # Without prefetching, FSDP1 synchronizes with the GPU more often.
         waits = [step for step in waits if step.way != "synchronize"]
     if lost and waits:
-        places = (f"{name_place(step.owners, step.phase)} ({step.way})" for step in waits)
-        text = f"the host now waits for the GPU: {', '.join(places)}"
+        sources = (f"{name_with_phase(step.owners, step.phase)} ({step.way})" for step in waits)
+        text = f"the host now waits for the GPU: {', '.join(sources)}"
         yield Cause(text=text, steps=tuple(waits))
     elif (
         lost

@@ -51,13 +51,13 @@ def is_exact(states: Sequence[State], steps: Sequence[Step], target: State) -> b
         step.claims(owner, key, call)
         for group in remaining
         for key, old, new in group.rows
-        for call in _calls_that_differ(old, new)
+        for call in _find_differing_calls(old, new)
         for owner in group.owners
         for step in steps
     ) and _are_row_changes_valid(states, steps, _list_owners_and_keys(remaining))
 
 
-def _calls_that_differ(*sides: Rows) -> set[Calls]:
+def _find_differing_calls(*sides: Rows) -> set[Calls]:
     old, new = ({(row.ranks, call) for row in rows for call in row.calls} for rows in sides)
     return {call for _, call in old ^ new}
 

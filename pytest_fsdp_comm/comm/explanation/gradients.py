@@ -28,7 +28,7 @@ from pytest_fsdp_comm.comm.explanation.states import (
     count_forward_gathers,
     get_sole,
     is_gather,
-    largest,
+    max_nbytes,
     nbytes_of,
     role_of,
 )
@@ -54,7 +54,7 @@ _FROZEN: Final = "frozen, as the tree shows"
 _THAWED: Final = f"parameters are no longer {_FROZEN}"
 
 
-def _group_changed_reductions(
+def _group_reduction_changes_by_ratio(
     between: Between, kind: _Kind
 ) -> dict[Fraction, dict[Owner, list[RowKey]]]:
     """Return the differing reductions of units whose gathers did not change, by kind of change.
@@ -85,14 +85,14 @@ def _classify_reduction_change(before: Rows, after: Rows) -> tuple[_Kind, Fracti
     if not (before and after):
         return "reduced", Fraction(0 if before else 1)
     ratio = Fraction(count_calls(after), count_calls(before))
-    if _list_multiplied_counts(before, ratio) == _list_multiplied_counts(after, Fraction(1)):
+    if _multiply_call_counts(before, ratio) == _multiply_call_counts(after, Fraction(1)):
         return "times", ratio
     # Sizes can also change with the dtype alone, so compare elements.
     old, new = (count_elements(calls_of(rows)) for rows in (before, after))
     return ("part", Fraction(new > old)) if ratio == 1 and old != new else None
 
 
-def _list_multiplied_counts(rows: Rows, factor: Fraction) -> list[tuple[object, Calls, Fraction]]:
+def _multiply_call_counts(rows: Rows, factor: Fraction) -> list[tuple[object, Calls, Fraction]]:
     return [
         (row.ranks, replace(call, count=0), call.count * factor)
         for row in rows
@@ -100,8 +100,8 @@ def _list_multiplied_counts(rows: Rows, factor: Fraction) -> list[tuple[object, 
     ]
 
 
-class _OfGradients(Replaced):
-    def _describe_gathers(self, recordings: Recordings) -> str:
+class _GradientStep(Replaced):
+    def _describe_unchanged_gathers(self, recordings: Recordings) -> str:
         """Return what both recordings show about the gathers of these units; empty if changed."""
 
         def is_gather_of_units(key: RowKey, call: Calls, owner: Owner) -> bool:
@@ -114,7 +114,7 @@ class _OfGradients(Replaced):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReducedTimes(_OfGradients):
+class ReducedTimes(_GradientStep):
     """Gradients of units are reduced more or less often."""
 
     times: Fraction
@@ -127,7 +127,7 @@ class ReducedTimes(_OfGradients):
 
     @classmethod
     def propose(cls, between: Between) -> Iterator[Step]:
-        for times, keys in _group_changed_reductions(between, "times").items():
+        for times, keys in _group_reduction_changes_by_ratio(between, "times").items():
             is_sharded = all(between.state[owner].gathers[Phase.FORWARD] for owner in keys)
             # If forward gathers the other units only once, there is one micro-batch.
             other_units = [
@@ -171,7 +171,7 @@ class ReducedTimes(_OfGradients):
             often = "{} -> {} times" if self.is_sharded else "in {} -> {} calls"
             often = often.format(*chain(*counts))
         kinds = ", ".join(sorted({row.what for row in list_collective_rows(self.rows)}))
-        gathers = self._describe_gathers(recordings)
+        gathers = self._describe_unchanged_gathers(recordings)
         text = f"gradients of {name_modules(self.owners)} reduced {often} ({kinds}){gathers}"
         # Until FSDP reduces them, it accumulates gradients unsharded.
         trees = recordings.trees
@@ -179,7 +179,7 @@ class ReducedTimes(_OfGradients):
         is_synced_late = self.times < 1 and self.is_sharded and kinds == "reduce_scatter"
         # If other units are reduced as before, these may be frozen in some of the backwards.
         is_accumulated = is_synced_late and bool(gathers) and not (is_frozen or self.has_others)
-        nbytes = sum(largest(rows) for side in self.rows.values() for rows in side.values())
+        nbytes = sum(max_nbytes(rows) for side in self.rows.values() for rows in side.values())
         return (
             f"{text}; {show_nbytes(nbytes)} of unsharded gradients are held until then"
             if is_accumulated
@@ -190,7 +190,7 @@ class ReducedTimes(_OfGradients):
         if self.times <= 1:
             return ""
         kinds = {row.what for row in list_collective_rows(self.rows)}
-        if kinds == {"reduce_scatter"} and self._is_all_reduced_as_before(recordings):
+        if kinds == {"reduce_scatter"} and self._has_unchanged_all_reduces(recordings):
             return (
                 "HSDP: micro-batches but the last now call set_requires_all_reduce(False), which "
                 "saves memory, instead of set_requires_gradient_sync(False)"
@@ -202,7 +202,7 @@ class ReducedTimes(_OfGradients):
                 "the unit's backward runs several times, e.g. for a chunked loss: "
                 f"call {call} on the unit for all backwards but the last"
             )
-        switch, steps, each = f"call {call}", "", "in each micro-batch"
+        switch, steps, when = f"call {call}", "", "in each micro-batch"
         if not self.is_sharded:
             switch = "run forward and backward inside no_sync()"
             steps = f"{self.times} steps instead of one, or "
@@ -214,15 +214,15 @@ class ReducedTimes(_OfGradients):
             backwards = {gathered[owner] for owner in self.owners} - {0}
             often, passes = get_sole(reduced, 0), get_sole(backwards, 0)
             if 1 < often < passes:
-                each = f"in {often} of {passes} micro-batches"
+                when = f"in {often} of {passes} micro-batches"
             elif often > passes > 0 or not passes:
-                each = "in each micro-batch, or in several backwards of one forward"
-        loss = ", or another loss reaches them too, and should not" * self.has_others
+                when = "in each micro-batch, or in several backwards of one forward"
+        loss = ", or another loss reaches them too, and should not" if self.has_others else ""
         if self.is_sharded and self.has_others:
-            return f"reduced {each}: {call} does not reach these units (e.g. recurse=False){loss}"
-        return f"{steps}reduced {each}: {switch} for all micro-batches but the last{loss}"
+            return f"reduced {when}: {call} does not reach these units (e.g. recurse=False){loss}"
+        return f"{steps}reduced {when}: {switch} for all micro-batches but the last{loss}"
 
-    def _is_all_reduced_as_before(self, recordings: Recordings) -> bool:
+    def _has_unchanged_all_reduces(self, recordings: Recordings) -> bool:
         """Whether the replicas of these units reduce gradients as often as before."""
         old, new = recordings.states
         return all(
@@ -235,7 +235,7 @@ class ReducedTimes(_OfGradients):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduced(_OfGradients):
+class Reduced(_GradientStep):
     """Gradients of units are reduced by new collectives, or no longer reduced by some."""
 
     is_by_more: bool
@@ -245,7 +245,7 @@ class Reduced(_OfGradients):
 
     @classmethod
     def propose(cls, between: Between) -> Iterator[Step]:
-        for ratio, keys in _group_changed_reductions(between, "reduced").items():
+        for ratio, keys in _group_reduction_changes_by_ratio(between, "reduced").items():
             is_added = bool(ratio)
             less, more = between.sides(is_added=is_added)
             # Include reshards in backward, which happen only if backward reduces the gradients.
@@ -259,25 +259,25 @@ class Reduced(_OfGradients):
                 if not less[owner].reductions
             }
             # Phases and axes in which gradients are reduced on the side with fewer reductions.
-            places = {(key.phase, key.axis) for owner in keys for key in less[owner].reductions}
+            reduced_in = {(key.phase, key.axis) for owner in keys for key in less[owner].reductions}
             yield from cls.propose_copied_rows(
                 between,
                 {owner: [*rows, *freed.get(owner, ())] for owner, rows in keys.items()},
                 is_added=is_added,
-                is_by_more=bool(places),
+                is_by_more=bool(reduced_in),
                 is_again=all(
-                    (key.phase, key.axis) in places for rows in keys.values() for key in rows
+                    (key.phase, key.axis) in reduced_in for rows in keys.values() for key in rows
                 ),
             )
 
     @property
-    def _reduces(self) -> bool:
+    def _has_reductions(self) -> bool:
         """Whether these collectives reduce; an optimizer may also gather gradients."""
         rows = chain(list_collective_rows(self.rows), list_collective_rows(self.old_rows))
         return any(row.what in REDUCING for row in rows)
 
     def find_problem(self, recordings: Recordings) -> Problem | None:
-        if not self._reduces:
+        if not self._has_reductions:
             return None
         if not self.is_added:
             return "unreduced"
@@ -286,9 +286,9 @@ class Reduced(_OfGradients):
     def describe(self, recordings: Recordings) -> str:
         gradients = f"gradients of {name_modules(self.owners)}"
         operations = name_operations(self)
-        if not self._reduces:
+        if not self._has_reductions:
             return f"{gradients} {'now' if self.is_added else 'no longer'} sent by {operations}"
-        gathers = self._describe_gathers(recordings)
+        gathers = self._describe_unchanged_gathers(recordings)
         how = "now" if self.is_added else "no longer"
         if carrying := self._find_carrying_axes(recordings):
             new_calls = f"perhaps sent by new calls over {carrying}"
@@ -296,8 +296,8 @@ class Reduced(_OfGradients):
         if not self.is_by_more:
             return f"{gradients} {how} reduced ({operations}){gathers}"
         old, new = recordings.states
-        has_kept = any(old[at].reductions.keys() & new[at].reductions for at in self.owners)
-        how += " also" * (self.is_added and has_kept)
+        has_kept = any(old[unit].reductions.keys() & new[unit].reductions for unit in self.owners)
+        how += " also" if self.is_added and has_kept else ""
         return f"{gradients} {how} reduced by {operations}{gathers}"
 
     def _find_carrying_axes(self, recordings: Recordings) -> str:
@@ -317,7 +317,7 @@ class Reduced(_OfGradients):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReducedPart(_OfGradients):
+class ReducedPart(_GradientStep):
     """As many reductions as before carry gradients of another size."""
 
     writes: ClassVar[Part] = "sizes"
@@ -326,7 +326,7 @@ class ReducedPart(_OfGradients):
 
     @classmethod
     def propose(cls, between: Between) -> Iterator[Step]:
-        for ratio, keys in _group_changed_reductions(between, "part").items():
+        for ratio, keys in _group_reduction_changes_by_ratio(between, "part").items():
             for is_of_unit in (False, True):
                 chosen = {
                     owner: rows
@@ -347,12 +347,12 @@ class ReducedPart(_OfGradients):
             which = "more" if max(changes) > 0 else "fewer"
         gradients = "gradients of"
         if self.is_of_unit and sizes_of_axes[0] == sizes_of_axes[1]:
-            gathers = self._describe_gathers(recordings)
+            gathers = self._describe_unchanged_gathers(recordings)
             gradients = f"gradients of {which} parameters are now reduced{gathers}:"
         elif not self.is_of_unit:
             gradients = f"{which} gradients are now reduced:"
         sizes = {
-            owner: max((largest(old[key]), largest(new[key])) for key in new if key.axis)
+            owner: max((max_nbytes(old[key]), max_nbytes(new[key])) for key in new if key.axis)
             for (owner, new), old in zip(self.rows.items(), self.old_rows.values(), strict=True)
         }
         return f"{gradients} {describe_sizes(sizes)} per call"

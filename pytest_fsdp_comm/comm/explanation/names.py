@@ -68,13 +68,13 @@ class AxisRenamed(GlobalStep):
         if self.has_same_ranks:
             return f"mesh axis {self.old} renamed to {self.new} (same ranks)"
         # Another step may move some of them to a third axis.
-        places = {(row.owner, row.key) for row in recordings.new.rows}
+        owners_and_keys = {(row.owner, row.key) for row in recordings.new.rows}
         moved = [
-            (renamed.owner, renamed.key) in places
+            (renamed.owner, renamed.key) in owners_and_keys
             for old, renamed in recordings.renamed_pairs
             if old.axis == self.old
         ]
-        return f"{'all ' * all(moved)}collectives over {self.old} moved to {self.new}"
+        return f"{'all ' if all(moved) else ''}collectives over {self.old} moved to {self.new}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ class Layers(Step):
     """Name of the list, with ``*`` for numbers of outer lists: ``layers.*.experts``."""
     old: int
     new: int
-    at: int
+    start: int
     """Index of the first added or removed module."""
     period: int = 1
     """Length of the repeating pattern, such as 2 if every second layer is a mixture of experts."""
@@ -188,15 +188,15 @@ class Layers(Step):
         after = State()
         more = self.new - self.old
         for owner, content in state.items():
-            place = self._find_list_index(owner)
-            if place is None or place < self.at:
+            index = self._find_list_index(owner)
+            if index is None or index < self.start:
                 after[owner] = content
-            elif more > 0 or place >= self.at - more:
-                after[self._replace_list_index(owner, place + more)] = content
+            elif more > 0 or index >= self.start - more:
+                after[self._replace_list_index(owner, index + more)] = content
         for owner, content in state.items():
-            place = self._find_list_index(owner)
-            if place is not None and self.at - self.period <= place < self.at:
-                for new in range(place + self.period, self.at + more, self.period):
+            index = self._find_list_index(owner)
+            if index is not None and self.start - self.period <= index < self.start:
+                for new in range(index + self.period, self.start + more, self.period):
                     after[self._replace_list_index(owner, new)] = content
         return after
 
@@ -212,15 +212,15 @@ class Layers(Step):
             return None
         return int(segments[depth]) if template(".".join(segments[:depth])) == self.prefix else None
 
-    def _replace_list_index(self, owner: Owner, place: int) -> str:
+    def _replace_list_index(self, owner: Owner, index: int) -> str:
         segments = (owner or "").split(".")
-        return ".".join((*segments[: self._depth], str(place), *segments[self._depth + 1 :]))
+        return ".".join((*segments[: self._depth], str(index), *segments[self._depth + 1 :]))
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
         # Added modules must have the rows of their siblings, and removed modules must have no rows.
-        place = self._find_list_index(owner)
-        return place is not None and (
-            place >= self.new or self.at <= place < self.at + self.new - self.old
+        index = self._find_list_index(owner)
+        return index is not None and (
+            index >= self.new or self.start <= index < self.start + self.new - self.old
         )
 
     @classmethod
@@ -231,28 +231,28 @@ class Layers(Step):
             if before and after and before != after:
                 fewer = next(iter((old if before < after else new)[prefix].values()))
                 has_units = _are_all_modules_units(between, prefix)
-                step = cls(prefix=prefix, old=before, new=after, at=0, has_units=has_units)
-                for at, period in _propose_positions_and_periods(fewer, before, after):
-                    yield replace(step, at=at, period=period)
+                step = cls(prefix=prefix, old=before, new=after, start=0, has_units=has_units)
+                for start, period in _propose_starts_and_periods(fewer, before, after):
+                    yield replace(step, start=start, period=period)
 
     def describe(self, recordings: Recordings) -> str:
         modules = "modules" if self.has_units else "modules that communicate"
         change = f"{self.prefix or ROOT_TEXT}: {self.old} -> {self.new}"
         if self.new > self.old:
             return f"{change} {modules}, the new ones like their siblings"
-        others = self._describe_others(recordings)
+        others = self._describe_removed_modules(recordings)
         if self.has_units and others == _STILL_PRESENT:
             modules = "units"
         return f"{change} {modules}{others}"
 
-    def _describe_others(self, recordings: Recordings) -> str:
+    def _describe_removed_modules(self, recordings: Recordings) -> str:
         """Return what both recordings and the trees show about modules that have no rows now."""
         trees, (old, new) = recordings.trees, recordings.states
         gone = old.keys() - new.keys()
         if trees is None:
             both = old.keys() & new.keys()
-            larger = [at for at in both if old[at].gathered_nbytes < new[at].gathered_nbytes]
-            merged = ", merged into another unit" * (len(larger) == 1)
+            num_larger = sum(old[name].gathered_nbytes < new[name].gathered_nbytes for name in both)
+            merged = ", merged into another unit" if num_larger == 1 else ""
             return f", the others removed{merged} or not run"
         if trees.has_units(gone):
             return ", the others send nothing"
@@ -281,22 +281,22 @@ def _find_common_length(lists: Mapping[str, _List]) -> int:
     )
 
 
-def _propose_positions_and_periods(
+def _propose_starts_and_periods(
     modules: _List, before: int, after: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield possible values of `Layers.at` and `Layers.period`, based on the shorter list."""
+    """Yield possible values of `Layers.start` and `Layers.period`, based on the shorter list."""
     # Among equal modules, it does not matter where a module is added or removed. So try only the
     # end of the list, and the positions where neighbours differ.
     contents = [modules[n] for n in range(min(before, after))]
     ends = [n for n in range(1, len(contents)) if contents[n] != contents[n - 1]]
-    places = list(dict.fromkeys([len(contents), *reversed(ends)]))[:4]
+    starts = list(dict.fromkeys([len(contents), *reversed(ends)]))[:4]
     if after < before:
-        yield from ((at, 1) for at in dict.fromkeys([*places, 0]))
+        yield from ((start, 1) for start in dict.fromkeys([*starts, 0]))
         return
-    for at in places:
+    for start in starts:
         for period in (1, 2, 3, 4):
-            if period <= at and (after - before) % period == 0 and (period == 1 or ends):
-                yield at, period
+            if period <= start and (after - before) % period == 0 and (period == 1 or ends):
+                yield start, period
 
 
 def _are_all_modules_units(between: Between, prefix: str) -> bool:

@@ -18,7 +18,7 @@ from pytest_fsdp_comm.comm.explanation.states import (
     sort_owners,
 )
 from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
-from pytest_fsdp_comm.comm.explanation.words import name_place, name_times
+from pytest_fsdp_comm.comm.explanation.words import name_times, name_with_phase
 from pytest_fsdp_comm.comm.profile import Row, RowKey
 from pytest_fsdp_comm.text.words import show_count, show_nbytes
 
@@ -51,7 +51,7 @@ class Waits(Replaced):
             )
 
     def describe(self, recordings: Recordings) -> str:
-        where = name_place(self.owners, self.phase)
+        where = name_with_phase(self.owners, self.phase)
         old, new = (
             sum(count_calls(rows) for side in sides.values() for rows in side.values())
             for sides in (self.old_rows, self.rows)
@@ -98,7 +98,7 @@ class ExposureChange:
         how = "can no longer be hidden" if self.is_lost else "can be hidden now"
         nbytes = f", {show_nbytes(self.changed.nbytes)}" if self.changed.nbytes else ""
         amount = f"{show_count(self.changed.count, 'call')}{nbytes} per rank"
-        return f"{some}{calls} of {name_place(self.owners, self.key.phase)} {how}: {amount}"
+        return f"{some}{calls} of {name_with_phase(self.owners, self.key.phase)} {how}: {amount}"
 
 
 def find_exposure_changes(recordings: Recordings) -> tuple[ExposureChange, ...]:

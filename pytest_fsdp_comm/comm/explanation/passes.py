@@ -40,7 +40,7 @@ from pytest_fsdp_comm.comm.explanation.words import (
     name_modules,
     name_operations,
     name_phase,
-    name_place,
+    name_with_phase,
 )
 from pytest_fsdp_comm.comm.profile import Row, RowKey
 from pytest_fsdp_comm.text.words import show_count, show_nbytes_change
@@ -111,10 +111,10 @@ class Recomputed(Replaced):
     @classmethod
     def propose(cls, between: Between) -> Iterator[Step]:
         for is_added in (True, False):
-            yield from cls._propose_one_direction(between, is_added=is_added)
+            yield from cls._propose_addition_or_removal(between, is_added=is_added)
 
     @classmethod
-    def _propose_one_direction(cls, between: Between, *, is_added: bool) -> Iterator[Step]:
+    def _propose_addition_or_removal(cls, between: Between, *, is_added: bool) -> Iterator[Step]:
         less, more = between.sides(is_added=is_added)
         keys = between.select_rows(lambda key, *_: key.phase is Phase.RECOMPUTE)
         # Recomputation repeats collectives of forward, so it cannot send more bytes than forward.
@@ -265,7 +265,7 @@ class PhaseUsed(Replaced):
                 if not (without.isdisjoint(phases) and is_there):
                     continue
                 keys = between.select(partial(_find_keys_of_phases, phases), is_added=is_added)
-                yield from cls._propose_one_direction(between, phases, keys, is_added=is_added)
+                yield from cls._propose_for_phases(between, phases, keys, is_added=is_added)
                 # If ranks compute the loss together, they communicate outside all modules.
                 loss = [
                     key
@@ -274,12 +274,12 @@ class PhaseUsed(Replaced):
                 ]
                 if loss and Phase.BACKWARD in phases:
                     keys[None] = [*keys.get(None, ()), *loss]
-                    yield from cls._propose_one_direction(
+                    yield from cls._propose_for_phases(
                         between, (*phases, Phase.OUTSIDE), keys, is_added=is_added
                     )
 
     @classmethod
-    def _propose_one_direction(
+    def _propose_for_phases(
         cls,
         between: Between,
         phases: tuple[Phase, ...],
@@ -432,7 +432,7 @@ class Redistributed(Replaced):
     def describe(self, recordings: Recordings) -> str:
         source, _, target = self.placements.partition("->")
         how = "now" if self.is_added else "no longer"
-        where = name_place(self.owners, self.phase)
+        where = name_with_phase(self.owners, self.phase)
         change = f"{where}: {how} redistributed {source} -> {target}"
         if not self.is_added:
             return change
@@ -475,9 +475,9 @@ class Exchanged(Replaced):
             tuple[Phase, str, tuple[str, ...], tuple[str, ...]], dict[Owner, list[RowKey]]
         ] = defaultdict(dict)
         for group in between.differences:
-            lost, added = _split_by_side(group.rows)
-            places = dict.fromkeys((key.phase, key.axis) for key, *_ in lost)
-            for phase, axis in (*places, *dict.fromkeys((phase, "") for phase, _ in places)):
+            lost, added = _split_lost_and_added(group.rows)
+            pairs = dict.fromkeys((key.phase, key.axis) for key, *_ in lost)
+            for phase, axis in (*pairs, *dict.fromkeys((phase, "") for phase, _ in pairs)):
                 removed, new = (
                     [row for row in side if row[0].phase is phase and axis in {"", row[0].axis}]
                     for side in (lost, added)
@@ -509,24 +509,24 @@ class Exchanged(Replaced):
         if differs:
             same = ", same size on the rank that sends most"
         amount = same if before == after else f", {show_nbytes_change(before, after)}"
-        if before == after and _reduces_all(self.old) != _reduces_all(self.new):
+        if before == after and _has_all_reduce(self.old) != _has_all_reduce(self.new):
             amount += " (an all_reduce sends about twice its size)"
         # Objects have no size.
-        amount *= before * after > 0
-        kinds = f"{_join_kinds(self.new)}{_name_objects(self.rows)} instead of "
-        old_kinds = [_rename_axis(kind, recordings.old_axes) for kind in self.old]
-        kinds += f"{_join_kinds(old_kinds)}{_name_objects(self.old_rows)}"
+        amount = amount if before and after else ""
+        kinds = f"{_join_kinds(self.new)}{_make_objects_suffix(self.rows)} instead of "
+        old_kinds = [_rename_axis_in_kind(kind, recordings.old_axes) for kind in self.old]
+        kinds += f"{_join_kinds(old_kinds)}{_make_objects_suffix(self.old_rows)}"
         over = f" over {self.axis}" if self.axis else ""
         return f"{who}{kinds}{over} {name_phase(self.phase)}{amount}"
 
 
-def _rename_axis(kind: str, names: Mapping[str, str]) -> str:
+def _rename_axis_in_kind(kind: str, names: Mapping[str, str]) -> str:
     """Rename the axis of ``all_reduce[dp]``."""
     what, _, axis = kind.removesuffix("]").partition("[")
     return f"{what}[{names.get(axis, axis)}]" if axis else kind
 
 
-def _reduces_all(kinds: Iterable[str]) -> bool:
+def _has_all_reduce(kinds: Iterable[str]) -> bool:
     return any(kind.startswith("all_reduce") for kind in kinds)
 
 
@@ -534,7 +534,7 @@ def _join_kinds(kinds: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
 
 
-def _name_objects(side: RowsByOwner) -> str:
+def _make_objects_suffix(side: RowsByOwner) -> str:
     calls = calls_of(tuple(list_collective_rows(side)))
     return " of objects" if all(call.is_object for call in calls) else ""
 
@@ -584,10 +584,10 @@ def _find_nbytes_of_busiest(rows: Iterable[Row]) -> int:
     return find_busiest((row.ranks, Volume(nbytes=row.nbytes)) for row in rows).nbytes
 
 
-_ChangedRow: TypeAlias = tuple[RowKey, Rows, Rows]
+_RowDiff: TypeAlias = tuple[RowKey, Rows, Rows]
 
 
-def _split_by_side(rows: Iterable[_ChangedRow]) -> tuple[list[_ChangedRow], list[_ChangedRow]]:
+def _split_lost_and_added(rows: Iterable[_RowDiff]) -> tuple[list[_RowDiff], list[_RowDiff]]:
     """Return the rows of collectives that only the old state has, and those of the new one."""
     sent = [row for row in rows if row[0].axis]
     return [row for row in sent if not row[2]], [row for row in sent if not row[1]]
@@ -609,7 +609,7 @@ class GatheredInFull(Replaced):
             for owner, keys in between.select(partial(_find_keys_of_full_gathers, phase)).items():
                 new = between.target[owner]
                 sent = [new.row(key) for key in keys if key.subject == "collective"]
-                if _is_gathered_by_user(phase, sent) and not _loses_gathers(phase, between):
+                if _is_gathered_by_user(phase, sent) and not _has_fewer_gathers(phase, between):
                     roles = _collect_roles(sent)
                     by_role[phase, "" if "" in roles else " and ".join(sorted(roles))][owner] = keys
         for (phase, role_names), rows in by_role.items():
@@ -624,11 +624,11 @@ class GatheredInFull(Replaced):
         tensors = f"{word} {self.roles or 'DTensors'} {verb}"
         tensors = f"{name_modules(self.owners)}: {tensors}" if self.roles else tensors
         calls = describe_calls(self, recordings, is_change=True)
-        others = self._list_others_gathered_before(recordings)
-        beside = f", beside {name_modules(others)} as before" * bool(others)
-        return f"{tensors} {name_phase(self.phase)}{beside}: {calls}"
+        others = self._list_others_gathered_as_before(recordings)
+        also = f", beside {name_modules(others)} as before" if others else ""
+        return f"{tensors} {name_phase(self.phase)}{also}: {calls}"
 
-    def _list_others_gathered_before(self, recordings: Recordings) -> list[Owner]:
+    def _list_others_gathered_as_before(self, recordings: Recordings) -> list[Owner]:
         """Return other modules whose DTensors both recordings redistribute in the same way."""
         old, new = recordings.states
         moves = {
@@ -666,7 +666,7 @@ class GatheredInFull(Replaced):
         return f"full_tensor() or redistribute(), {where}"
 
 
-def _loses_gathers(phase: Phase, between: Between) -> bool:
+def _has_fewer_gathers(phase: Phase, between: Between) -> bool:
     """Whether gathers in a phase may only have moved from one owner to another."""
     return any(
         key.phase is phase and key.what == "all_gather" and nbytes_of(after) < nbytes_of(before)

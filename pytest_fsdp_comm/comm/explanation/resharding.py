@@ -110,7 +110,7 @@ class Freed(Replaced):
             for owner in self.owners
         ):
             # Backward does not reshard the unit either, so later forwards need not gather it.
-            is_kept = "no longer " * self.is_added
+            is_kept = "no longer " if self.is_added else ""
             call = f"set_reshard_after_backward(False) is {is_kept or 'now '}called"
             return f"the units are {is_kept}kept from one micro-batch to the next: {call}"
         if change := _describe_policy_change(self, recordings):

@@ -121,11 +121,11 @@ class Pool:
         # Let equal layers share their rows, because calls are slow to hash and to copy.
         shared: dict[object, Row] = {}
         for row in profile.rows:
-            place = row.key, row.calls, row.ranks
-            if place not in shared:
+            content = row.key, row.calls, row.ranks
+            if content not in shared:
                 untimed = replace_fields(row.calls, **UNTIMED)
-                shared[place] = replace(row, owner=None, calls=untimed, sites=())
-            rows_by_owner[row.owner].append(shared[place])
+                shared[content] = replace(row, owner=None, calls=untimed, sites=())
+            rows_by_owner[row.owner].append(shared[content])
         contents: dict[tuple[int, ...], Content] = {}
         state = State()
         for owner, rows in rows_by_owner.items():
@@ -170,7 +170,7 @@ def count_forward_gathers(content: Content) -> int:
     return count_calls_of_all_keys(content.gathers[Phase.FORWARD])
 
 
-def largest(rows: Rows) -> int:
+def max_nbytes(rows: Rows) -> int:
     """Return the bytes of the largest call; 0 if there are no calls."""
     return max((call.nbytes for call in calls_of(rows)), default=0)
 

@@ -189,13 +189,13 @@ class Replaced(Step):
         sides: dict[Owner, list[dict[RowKey, Rows]]] = {}
         for owner, wanted in keys.items():
             old, new = between.state[owner], between.target[owner]
-            place = old, new, id(wanted)
-            if place not in shared:
+            difference = old, new, id(wanted)
+            if difference not in shared:
                 differing = [key for key in dict.fromkeys(wanted) if old.row(key) != new.row(key)]
-                shared[place] = [
+                shared[difference] = [
                     {key: content.row(key) for key in differing} for content in (old, new)
                 ]
-            sides[owner] = shared[place]
+            sides[owner] = shared[difference]
         if sides:
             old_rows, rows = ({owner: two[i] for owner, two in sides.items()} for i in (0, 1))
             yield cls(rows=rows, old_rows=old_rows, **values)

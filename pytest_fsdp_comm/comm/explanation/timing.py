@@ -12,7 +12,7 @@ from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.explanation.evidence import list_gathers
 from pytest_fsdp_comm.comm.explanation.states import Owner, sort_owners
 from pytest_fsdp_comm.comm.explanation.steps import Step
-from pytest_fsdp_comm.comm.explanation.words import name_place
+from pytest_fsdp_comm.comm.explanation.words import name_with_phase
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 
 Subject: TypeAlias = Literal["ahead", "is_async"]
@@ -39,7 +39,7 @@ class TimingChange:
 
     def describe(self) -> str:
         """Describe when calls are issued now, or whether they are asynchronous."""
-        where, calls = name_place(self.owners, self.key.phase), str(self.key)
+        where, calls = name_with_phase(self.owners, self.key.phase), str(self.key)
         if self.subject == "ahead":
             some, how = _describe_prefetching(self.before, self.after)
             before, after = (

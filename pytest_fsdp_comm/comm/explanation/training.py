@@ -181,7 +181,7 @@ def find_training_changes(
         listed = owners_by_problem.get(problem, [])
         if problem[0] == "times" and listed and owner not in listed:
             listed.append(owner)
-    changes = [training.change(*group) for group in owners_by_problem.items()]
+    changes = [training.make_change(*group) for group in owners_by_problem.items()]
     lost = {owner for owner, (problem, *_) in problems if problem in _LOST}
     reported: list[tuple[int, TrainingChange | Step]]
     reported = [(_PROBLEMS.index(change.problem), change) for change in changes]
@@ -194,10 +194,10 @@ def find_training_changes(
             is_real = step.times not in training.ratios
         if name is not None and is_real and not (step in of_torch or reports_step(changes, step)):
             # Report a lost phase before lost reductions, because it explains them.
-            place = 0 if isinstance(step, PhaseUsed) else len(reported)
-            reported.insert(place, (_PROBLEMS.index(name), step))
+            index = 0 if isinstance(step, PhaseUsed) else len(reported)
+            reported.insert(index, (_PROBLEMS.index(name), step))
     reported.sort(key=lambda item: item[0])
-    breaks = [(_PROBLEMS[place] not in _UNMARKED, change) for place, change in reported]
+    breaks = [(_PROBLEMS[rank] not in _UNMARKED, change) for rank, change in reported]
     return (
         tuple(change for is_broken, change in breaks if is_broken),
         tuple(change for is_broken, change in breaks if not is_broken),
@@ -275,7 +275,7 @@ class _Side:
             totals[row.axis, row.what] += count_elements(_list_gradient_calls(row))
         return max(totals.values(), default=0)
 
-    def find_unit_around(self, owner: str) -> str:
+    def find_enclosing_unit(self, owner: str) -> str:
         """Return the innermost unit that is or contains a module; the root if there is none."""
         while owner and owner not in self.units:
             owner = owner.rpartition(".")[0]
@@ -304,7 +304,7 @@ class _Side:
             and not {call.role for call in row.calls} <= _STATE
         }
 
-    def num_ranks_besides(self, axes: set[str]) -> int:
+    def num_ranks_sharing_batch(self, axes: set[str]) -> int:
         """Return how many ranks share one batch, counting only axes outside `axes`."""
         return self.num_ranks({self.axes.get(row.axis, "") for row in self.work} - axes)
 
@@ -359,7 +359,7 @@ class _Training:
         self.old, self.new, self.trees = old, new, recordings.trees
         self.ratios = _find_count_ratios(old.work, new.work)
         self.carried = recordings.carried_elements
-        grown = (at for at in new.reduced if new.num_gradients(at) > old.num_gradients(at))
+        grown = (name for name in new.reduced if new.num_gradients(name) > old.num_gradients(name))
         self.grown = set(grown)
 
     def problems(self) -> Iterator[tuple[Owner, _AxisProblem]]:
@@ -381,7 +381,7 @@ class _Training:
         yield from self._find_repeated_reductions()
         yield from self._find_fewer_backwards()
 
-    def change(self, problem_on_axes: _AxisProblem, owners: Sequence[Owner]) -> TrainingChange:
+    def make_change(self, problem_on_axes: _AxisProblem, owners: Sequence[Owner]) -> TrainingChange:
         problem, axes, before, after = problem_on_axes
         old, new = (
             _find_gradient_volume_of_busiest(
@@ -502,7 +502,7 @@ class _Training:
             # Gradients of parameters that FSDP ignores have to be reduced by the user's code.
             if trees is None or not owner or owner in trees.unmanaged:
                 continue
-            name = self.new.find_unit_around(owner)
+            name = self.new.find_enclosing_unit(owner)
             axes = reduced.keys() & self.new.reduced.get(name, {}).keys()
             axes -= self.old.reduced.get(owner, {}).keys()
             if name != owner and axes:
@@ -513,16 +513,16 @@ class _Training:
         old, new, trees = self.old, self.new, self.trees
         # Ranks that had separate batches may now share one. The unit around a module may reduce the
         # module's gradients, too, and now over more axes.
-        around = self._list_axes_around(owner, was)
+        around = self._list_unit_axes(owner, was)
         before, after = (
-            side.num_ranks(axes | of_unit) * side.num_ranks_besides(was | now)
+            side.num_ranks(axes | of_unit) * side.num_ranks_sharing_batch(was | now)
             for side, axes, of_unit in zip((old, new), (was, now), around, strict=True)
         )
         if after >= before or any(old.forward(axis) != new.forward(axis) for axis in was - now):
             return True
         if trees is not None and owner not in trees.trainable:
             return True
-        if was - now and all(map(self._is_carried, was - now)):
+        if was - now and all(map(self._can_new_calls_carry, was - now)):
             return True
         # If other units are gathered, but this one is not, it was not called: the tree shows it.
         if trees is not None and new.units and owner in trees.units - new.units.keys():
@@ -531,7 +531,7 @@ class _Training:
         kept = was & now
         grown = {module for module in self.grown - {owner} if new.reduced[module].keys() - kept}
         if owner in new.owners:
-            return any(_is_related(owner, module) for module in grown)
+            return any(_is_same_or_nested(owner, module) for module in grown)
         return bool(grown) or (trees is None and not self._is_still_in_model(owner))
 
     def _uses_other_ranks(self, was: set[str], now: set[str]) -> bool:
@@ -544,25 +544,26 @@ class _Training:
             old.dims[axis] == dims for axis, dims in new.dims.items() if axis in old.dims
         )
         has_others = any(
-            old.reduced.get(at, {}).keys() == new.reduced[at].keys() for at in new.reduced
+            old.reduced.get(other, {}).keys() == axes.keys() for other, axes in new.reduced.items()
         )
         is_same_forward = all(old.forward(axis) == new.forward(axis) for axis in was - now)
         is_covered = _list_peers(old.dims, was) <= _list_peers({**old.dims, **new.dims}, now)
         return is_same_mesh and has_others and is_same_forward and not is_covered
 
-    def _list_axes_around(self, owner: Owner, was: set[str]) -> tuple[set[str], set[str]]:
+    def _list_unit_axes(self, owner: Owner, was: set[str]) -> tuple[set[str], set[str]]:
         """Return the axes over which the unit around a module reduces its gradients, too."""
         nothing = set[str](), set[str]()
         is_unmanaged = self.trees is not None and owner in self.trees.unmanaged
         if owner is None or owner in self.old.units or is_unmanaged:
             return nothing
         old, new = (
-            {*side.reduced.get(side.find_unit_around(owner), {})} for side in (self.old, self.new)
+            set(side.reduced.get(side.find_enclosing_unit(owner), ()))
+            for side in (self.old, self.new)
         )
         # If both reduced over the same axis, the unit does not manage the module's parameters.
         return (old, new) if old.isdisjoint(was) else nothing
 
-    def _is_carried(self, axis: str) -> bool:
+    def _can_new_calls_carry(self, axis: str) -> bool:
         """Whether new calls over an axis may carry the gradients that it no longer reduces."""
         lost = (
             row
@@ -592,7 +593,7 @@ class _Training:
         # Several backwards may each reduce a different part.
         is_less &= self.new.num_reduced(owner) < self.old.num_reduced(owner)
         is_frozen = trees is not None and owner in trees.frozen | trees.partly_frozen
-        is_elsewhere = any(_is_related(owner, module) for module in self.grown)
+        is_elsewhere = any(_is_same_or_nested(owner, module) for module in self.grown)
         return old == new != set() and is_less and not (is_frozen or is_elsewhere)
 
     def _has_lost_calls_of_parameters(self, owner: Owner, axis: str) -> bool:
@@ -614,7 +615,7 @@ class _Training:
             _find_gradient_volume_of_busiest(side.reduced[owner][axis]).count
             for side in (self.old, self.new)
         )
-        is_elsewhere = any(_is_related(owner, module) for module in self.grown)
+        is_elsewhere = any(_is_same_or_nested(owner, module) for module in self.grown)
         return old == new and 0 < old.count < before > after and not is_elsewhere
 
     def _find_fewer_backwards(self) -> Iterator[tuple[Owner, _AxisProblem]]:
@@ -623,7 +624,7 @@ class _Training:
         for owner in filter(self.new.reduced.__contains__, self.old.reduced):
             before, after = (side.acts(owner, Phase.BACKWARD) for side in (self.old, self.new))
             old, new = (side.acts(owner, Phase.FORWARD) for side in (self.old, self.new))
-            runs = {(count, after.get(place, 0)) for place, count in before.items()}
+            runs = {(count, after.get(row, 0)) for row, count in before.items()}
             acts = {key.what for key, _ in before}
             # Each backward reshards the unit once. Gathers in forward show the number of forwards
             # only if forward reshards the unit, and then backward gathers it again.
@@ -655,10 +656,10 @@ def _find_count_ratios(old: Iterable[Row], new: Iterable[Row]) -> set[Fraction]:
     """Return the ratios of new to old counts of rows that both sides have in forward or outside."""
     before = {(row.owner, row.key, row.ranks): row.count for row in old}
     return {
-        Fraction(row.count, before[place])
+        Fraction(row.count, before[row_id])
         for row in new
-        for place in [(row.owner, row.key, row.ranks)]
-        if place in before and row.phase not in _AFTER_FORWARD
+        for row_id in [(row.owner, row.key, row.ranks)]
+        if row_id in before and row.phase not in _AFTER_FORWARD
     }
 
 
@@ -671,7 +672,7 @@ def _count_reductions(side: _Side, phase: Phase) -> dict[str, dict[Owner, int]]:
     return counts
 
 
-def _is_related(first: Owner, second: Owner) -> bool:
+def _is_same_or_nested(first: Owner, second: Owner) -> bool:
     """Whether two modules are the same, or one contains the other."""
     names = ((owner or "").split("+") for owner in (first, second))
     prefixes = ([f"{part}." if part else "" for part in parts] for parts in names)

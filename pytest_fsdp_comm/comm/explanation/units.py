@@ -28,7 +28,7 @@ from pytest_fsdp_comm.comm.explanation.states import (
     count_forward_gathers,
     is_gather,
     is_of_parameters,
-    largest,
+    max_nbytes,
     sizes_of,
     template,
 )
@@ -132,7 +132,7 @@ class Sharded(Replaced):
                 replicated: Content, sharded: Content, alone: set[str] = single_rank_axes
             ) -> list[RowKey]:
                 is_alone = alone.issuperset(key.axis for key in replicated.reductions)
-                is_changed = _is_sharding(replicated, sharded) and not is_alone
+                is_changed = _has_become_sharded(replicated, sharded) and not is_alone
                 return [*sharded.unit_rows, *replicated.unit_rows] if is_changed else []
 
             keys = between.select(choose, is_added=is_added)
@@ -175,7 +175,7 @@ def _find_keys_of_units_inside(
     return keys
 
 
-def _is_sharding(replicated: Content, sharded: Content) -> bool:
+def _has_become_sharded(replicated: Content, sharded: Content) -> bool:
     old, new = sharded.reductions, replicated.reductions
     return (
         bool(sharded.gathers[Phase.FORWARD])
@@ -202,16 +202,16 @@ class SplitOff(Replaced):
     @classmethod
     def propose(cls, between: Between) -> Iterator[Step]:
         for is_added in (False, True):
-            yield from cls._propose_one_direction(between, is_added=is_added)
+            yield from cls._propose_split_or_merge(between, is_added=is_added)
 
     @classmethod
-    def _propose_one_direction(cls, between: Between, *, is_added: bool) -> Iterator[Step]:
+    def _propose_split_or_merge(cls, between: Between, *, is_added: bool) -> Iterator[Step]:
         large, small = between.sides(is_added=is_added)
         # Modules that are units only in `small`, keyed by the closest unit above them in `large`.
         children: defaultdict[str, list[str]] = defaultdict(list)
         for owner in between.owners:
             if owner and small[owner].gathers[Phase.FORWARD]:
-                parent = _unit_above(owner, large)
+                parent = _find_enclosing_unit(owner, large)
                 if parent is not None and not large[owner].gathers[Phase.FORWARD]:
                     children[parent].append(owner)
         units = {
@@ -260,7 +260,7 @@ class SplitOff(Replaced):
     def describe(self, recordings: Recordings) -> str:
         parts = name_modules(self.modules)
         named = join_first(fold_fqns(self.parents), _MAX_PARENTS)
-        parents = f"unit{'s' * (len(self.parents) > 1)} {named}"
+        parents = f"unit{'s' if len(self.parents) > 1 else ''} {named}"
         if not self.is_added:
             return f"{parts} merged into {parents}"
         times = f", gathered {self.times} times in forward" if self.times else ""
@@ -275,7 +275,7 @@ def _unit_keys(between: Between, owner: Owner) -> list[RowKey]:
     return [*between.state[owner].unit_rows, *between.target[owner].unit_rows]
 
 
-def _unit_above(owner: str, state: State) -> str | None:
+def _find_enclosing_unit(owner: str, state: State) -> str | None:
     name = owner.partition("+")[0]
     while name:
         name = name.rpartition(".")[0]
@@ -292,7 +292,7 @@ def _have_same_bytes(*sides: Sequence[Content]) -> bool:
     gathered = {sum(unit.gathered_nbytes for unit in side) for side in sides}
     reduced = {
         sum(
-            largest(rows)
+            max_nbytes(rows)
             for unit in side
             for key, rows in unit.reductions.items()
             if key.what == "reduce_scatter"
@@ -511,10 +511,10 @@ class Gathered(Replaced):
     @classmethod
     def propose(cls, between: Between) -> Iterator[Step]:
         for is_added in (False, True):
-            yield from cls._propose_one_direction(between, is_added=is_added)
+            yield from cls._propose_addition_or_removal(between, is_added=is_added)
 
     @classmethod
-    def _propose_one_direction(cls, between: Between, *, is_added: bool) -> Iterator[Step]:
+    def _propose_addition_or_removal(cls, between: Between, *, is_added: bool) -> Iterator[Step]:
         without, having = between.sides(is_added=is_added)
         if any(
             having[owner].gathered_nbytes < without[owner].gathered_nbytes
@@ -531,7 +531,7 @@ class Gathered(Replaced):
         if any(
             having[owner].gathers[Phase.FORWARD] and not without[owner].gathers[Phase.FORWARD]
             for owner in between.owners
-            if owner not in keys and not _is_sharding(without[owner], having[owner])
+            if owner not in keys and not _has_become_sharded(without[owner], having[owner])
         ):
             return
         is_reduced = any(having[owner].reductions for owner in keys)
@@ -574,7 +574,7 @@ class Gathered(Replaced):
         return not self.is_added
 
     def describe(self, recordings: Recordings) -> str:
-        who, others = name_modules(self.owners), self._describe_others(recordings)
+        who, others = name_modules(self.owners), self._describe_other_units(recordings)
         if self._can_still_be_unsharded(recordings):
             return f"{who} no longer gathered in this step: not run, or gathered before it"
         gathers = f", gathers of {others}" if others else ""
@@ -584,7 +584,7 @@ class Gathered(Replaced):
         if self.owners == (None,):
             who = "units outside the recorded model"
         return add_calls(
-            f"{who} now gathered{' and reduced' * self.is_reduced}{gathers}",
+            f"{who} now gathered{' and reduced' if self.is_reduced else ''}{gathers}",
             describe_calls(self, recordings, is_of_parameters if self.is_reduced else is_gather),
         )
 
@@ -600,7 +600,7 @@ class Gathered(Replaced):
         )
         return 0 < old <= new
 
-    def _describe_others(self, recordings: Recordings) -> str:
+    def _describe_other_units(self, recordings: Recordings) -> str:
         """Return ``other units unchanged``, if that is true and there are other units."""
 
         def is_of_others(key: RowKey, call: Calls, owner: Owner) -> bool:

@@ -22,7 +22,7 @@ from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
 from pytest_fsdp_comm.text.words import join_first, show_count, show_nbytes, show_nbytes_change
 
 _MAX_GROUPS: Final = 3
-_PLACES: Final[Mapping[str, str]] = {
+_PHASES: Final[Mapping[str, str]] = {
     Phase.OUTSIDE: "outside forward and backward",
     Phase.OPTIMIZER: "in the optimizer phase",
 }
@@ -38,14 +38,14 @@ def name_modules(owners: Collection[Owner], *, most: int = 3) -> str:
     return f"{'module' if len(owners) == 1 else 'modules'} {text}"
 
 
-def name_place(owners: Collection[Owner], phase: Phase | str) -> str:
+def name_with_phase(owners: Collection[Owner], phase: Phase | str) -> str:
     """Name modules and a phase: ``layers.{0..2} in forward``."""
     return f"{name_modules(owners)} {name_phase(phase)}"
 
 
 def name_phase(phase: Phase | str) -> str:
     """Name a phase with its preposition: ``in forward``, ``outside forward and backward``."""
-    return _PLACES.get(phase, f"in {phase}")
+    return _PHASES.get(phase, f"in {phase}")
 
 
 def name_times(count: int) -> str:
@@ -112,7 +112,7 @@ def describe_calls(
         volumes = (volume for ranks, volume in amounts.items() if rank in ranks)
         ranks_by_amount[sum(volumes, everywhere)].append(rank)
     texts = [
-        f"{write_amount(volume)} on {'each of ' * (len(ranks) > 1)}{name_ranks(ranks)}"
+        f"{write_amount(volume)} on {'each of ' if len(ranks) > 1 else ''}{name_ranks(ranks)}"
         for volume, ranks in ranks_by_amount.items()
         if volume.count
     ]

@@ -14,7 +14,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_fsdp_comm.comm.cost import cost_of_change
-from pytest_fsdp_comm.comm.profile import CommProfile, comparable
+from pytest_fsdp_comm.comm.profile import CommProfile, make_comparable
 from pytest_fsdp_comm.errors import FsdpCommError, printable
 from pytest_fsdp_comm.reports.explanation import (
     BREAKS,
@@ -80,7 +80,7 @@ class Status:
 
 _STATUS: Final = {
     "differs": Status(rank=0, sign="≠", word="differs", tone="bad"),
-    "broken": Status(rank=1, sign="!", word="not comparable", tone="bad"),
+    "broken": Status(rank=1, sign="!", word="not make_comparable", tone="bad"),
     "missing": Status(rank=2, sign="?", word="no snapshot", tone="bad"),
     "failed": Status(rank=3, sign="✕", word="failed", tone="bad"),
     "error": Status(rank=3, sign="✕", word="error", tone="bad"),
@@ -242,7 +242,7 @@ def _make_section_data(
     if isinstance(new, CommProfile):
         # Without a snapshot, compare the recording with itself.
         snapshot = old if isinstance(old, CommProfile) else new
-        sides = comparable(snapshot, new)
+        sides = make_comparable(snapshot, new)
         section |= {
             "rows": side_rows(*sides, snapshot),
             "cost": cost_of_change(*sides),

@@ -20,7 +20,7 @@ from report_values import (
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.comm.events import Beside, Phase
-from pytest_fsdp_comm.comm.profile import CommProfile, Row, comparable
+from pytest_fsdp_comm.comm.profile import CommProfile, Row, make_comparable
 from pytest_fsdp_comm.reports.ci.outcomes import Origin
 from pytest_fsdp_comm.reports.explanation import Failure, Statement
 from pytest_fsdp_comm.reports.html import pages
@@ -425,11 +425,11 @@ def test_before_says_in_which_backwards_gradients_were_reduced():
         return CommProfile(world_size=2, mesh_axes=(), rows=(row,))
 
     last, first = reduced("the last of 2 backwards"), reduced("the first of 2 backwards")
-    (row,) = side_rows(*comparable(last, first), last)
+    (row,) = side_rows(*make_comparable(last, first), last)
     assert row.before.endswith(" in the last of 2 backwards")
     assert row.after.endswith(" in the first of 2 backwards")
     # It is not compared, so equal rows do not show it.
-    (row,) = side_rows(*comparable(last, reduced("the last of 4 backwards")), last)
+    (row,) = side_rows(*make_comparable(last, reduced("the last of 4 backwards")), last)
     assert (row.mark, row.before) == ("same", "x1 of 64 B float32 gradients")
 
 
@@ -488,7 +488,7 @@ def test_page_with_unreadable_snapshot_is_complete():
     _, tests = pages_of(result(replace(one, old="no snapshot")))
     (page,) = tests.values()
     check_page(page)
-    assert "not comparable" in page
+    assert "not make_comparable" in page
     assert "line 1 is odd" in page
     assert "Before and after" not in page
     assert "<figure" in page
