@@ -77,7 +77,7 @@ def differs(old: SnapshotText, new: SnapshotText) -> bool:
             counts, new_counts = group_counts(was.mesh_axes), group_counts(now.mesh_axes)
             return not is_same_scope or was != now or counts != new_counts
         case TreeProfile() as before, TreeProfile() as after:
-            return tree.comparable(before, after) != after
+            return tree.restrict_to_ranks_of(before, after) != after
     return True
 
 

@@ -19,9 +19,9 @@ from pytest_fsdp_comm.tree.profile import (
     TreeFacts,
     TreeProfile,
     UnitFacts,
-    comparable,
     lost_root,
     policy_change,
+    restrict_to_ranks_of,
 )
 
 
@@ -69,10 +69,10 @@ def compare(
         carried_elements: How many elements of gradients new collectives of user code may carry.
     """
     # If ranks have different trees, each change says which ranks it affects.
-    old = comparable(old, new)
+    old = restrict_to_ranks_of(old, new)
     changes: list[TreeChange] = []
     if old.recorded_ranks != new.recorded_ranks:
-        ranks = [write_ranks(at.recorded_ranks) or "all" for at in (old, new)]
+        ranks = [write_ranks(side.recorded_ranks) or "all" for side in (old, new)]
         changes.append(TreeChange(subject="ranks", what=f"recorded {ranks[0]} -> {ranks[1]}"))
     if old.common is not None and new.common is not None:
         changes += compare_trees(old.common, new.common, carried_elements=carried_elements)
@@ -80,7 +80,7 @@ def compare(
         changes += _diff_fact("world_size", old.world_size, new.world_size)
     else:
         changes += _compare_common_ranks(old, new, carried_elements)
-    differing = fold_fqns(_find_parameters_that_differ(new) - _find_parameters_that_differ(old))
+    differing = fold_fqns(_find_differing_parameters(new) - _find_differing_parameters(old))
     changes += [
         TreeChange(subject=subject, what="differs between ranks now", breaks_training=True)
         for subject in differing
@@ -88,7 +88,7 @@ def compare(
     return tuple(sorted(changes, key=lambda change: not change.breaks_training))
 
 
-def _find_parameters_that_differ(profile: TreeProfile) -> set[str]:
+def _find_differing_parameters(profile: TreeProfile) -> set[str]:
     """Return the parameters whose facts differ between the ranks that have them."""
     first: dict[str, ParameterFacts] = {}
     for tree in profile.trees.values():
@@ -107,30 +107,30 @@ def _compare_common_ranks(
     """Compare the ranks that both profiles have; yield each change with the ranks it affects."""
     # In an irregular mesh, a rank knows only its own groups, so merge the axes of all ranks.
     was, now = (
-        merge_axes(chain.from_iterable(tree.mesh_axes for tree in at.trees.values()))
-        for at in (old, new)
+        merge_axes(chain.from_iterable(tree.mesh_axes for tree in side.trees.values()))
+        for side in (old, new)
     )
     mesh_changes = _diff_meshes(was, now)
     yield from mesh_changes
     before, after = (
         {
             rank: id(tree)
-            for ranks, tree in at.trees.items()
-            for rank in ranks or at.recorded_ranks or range(at.world_size)
+            for ranks, tree in side.trees.items()
+            for rank in ranks or side.recorded_ranks or range(side.world_size)
         }
-        for at in (old, new)
+        for side in (old, new)
     )
     trees = {
         id(tree): replace(tree, mesh_axes=()) if mesh_changes else tree
-        for at in (old, new)
-        for tree in at.trees.values()
+        for side in (old, new)
+        for tree in side.trees.values()
     }
     ranks_of: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for rank in sorted(before.keys() & after.keys()):
         ranks_of[before[rank], after[rank]].append(rank)
     ranks_by_change: defaultdict[TreeChange, list[int]] = defaultdict(list)
     for pair, ranks in ranks_of.items():
-        for change in compare_trees(*(trees[at] for at in pair), carried_elements=carried_elements):
+        for change in compare_trees(*(trees[i] for i in pair), carried_elements=carried_elements):
             ranks_by_change[change] += ranks
     # A parameter that some ranks lost and others gained has moved, such as to another stage.
     moved_from = {
@@ -175,7 +175,7 @@ def compare_trees(
     is_carried = 0 < elements <= carried_elements
     units = _units_by_label(old), _units_by_label(new)
     before, after = (
-        {module for name in tree.parameters for module in _modules_around(name)}
+        {module for name in tree.parameters for module in _list_enclosing_modules(name)}
         for tree in (old, new)
     )
     reported = (before ^ after) | _list_modules_of_joint_units(*units)
@@ -185,7 +185,7 @@ def compare_trees(
     problems = _TRAINING if not is_carried else tuple({*_TRAINING} - {_NOT_MANAGED})
     removed = _drop_tied_names(old.parameters, new.parameters)
     added = _drop_tied_names(new.parameters, old.parameters)
-    moves = _find_moves(removed, added)
+    moves = _find_moved_parameters(removed, added)
     old_names = {moved: name for name, (moved, _) in moves.items()}
     names_of: defaultdict[str, list[str]] = defaultdict(list)
     for name, (_, how) in moves.items():
@@ -216,7 +216,7 @@ def compare_trees(
     )
 
 
-def _find_moves(
+def _find_moved_parameters(
     old: Mapping[str, ParameterFacts], new: Mapping[str, ParameterFacts]
 ) -> dict[str, tuple[str, str]]:
     """Map parameters to their new name and what happened, if one module around them was added.
@@ -227,11 +227,11 @@ def _find_moves(
     moves: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
     lost, gained = (side.keys() - other for side, other in ((old, new), (new, old)))
     for name in gained:
-        for short, module in _list_shorter_names(name):
+        for short, module in _list_names_without_one_module(name):
             if short in lost and old[short].shape == new[name].shape:
                 moves[short].append((name, f"now below {module}"))
     for name in lost:
-        for short, module in _list_shorter_names(name):
+        for short, module in _list_names_without_one_module(name):
             if short in gained and old[name].shape == new[short].shape:
                 moves[name].append((short, f"no longer below {module}"))
     counts = Counter(name for targets in moves.values() for name, _ in targets)
@@ -242,11 +242,11 @@ def _find_moves(
     }
 
 
-def _list_shorter_names(parameter: str) -> Iterator[tuple[str, str]]:
+def _list_names_without_one_module(parameter: str) -> Iterator[tuple[str, str]]:
     """Yield the parameter's name without one of the modules around it, and that module."""
     parts = parameter.split(".")
-    for place, module in enumerate(parts[:-1]):
-        yield ".".join(parts[:place] + parts[place + 1 :]), module
+    for index, module in enumerate(parts[:-1]):
+        yield ".".join(parts[:index] + parts[index + 1 :]), module
 
 
 def _drop_tied_names(
@@ -262,7 +262,7 @@ def _list_modules_of_joint_units(*sides: Mapping[str, UnitFacts]) -> set[str]:
     return {part for units in sides for name in units if "+" in name for part in name.split("+")}
 
 
-def _modules_around(parameter: str) -> Iterator[str]:
+def _list_enclosing_modules(parameter: str) -> Iterator[str]:
     """Yield the names of all modules that contain a parameter."""
     while parameter:
         parameter = parameter.rpartition(".")[0]

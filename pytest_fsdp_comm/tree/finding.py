@@ -47,8 +47,8 @@ class Finding:
         if self.nbytes is None:
             return "".join(cases)
         total = show_nbytes(self.nbytes)
-        each = [f"{show_nbytes(self.nbytes // self.count)} each", f"{total} in all"]
-        return ", ".join([*cases, *(each if cases else [total])])
+        sizes = [f"{show_nbytes(self.nbytes // self.count)} each", f"{total} in all"]
+        return ", ".join([*cases, *(sizes if cases else [total])])
 
     @property
     def where(self) -> str:
@@ -58,8 +58,8 @@ class Finding:
     def __str__(self) -> str:
         cost = f" ({self.cost})" if self.cost else ""
         title = f"{self.level} {self.code}{cost}: {self.where}"
-        below = (self.reason, f"fix: {self.cure}")
-        lines = [_wrap(title, indent=""), *(_wrap(text, indent="  ") for text in below)]
+        details = (self.reason, f"fix: {self.cure}")
+        lines = [_wrap_text(title, indent=""), *(_wrap_text(text, indent="  ") for text in details)]
         return printable("\n".join(lines), "\n")
 
 
@@ -80,7 +80,7 @@ class Findings(tuple[Finding, ...]):
         return "\n".join(map(str, self))
 
 
-def _wrap(text: str, *, indent: str) -> str:
+def _wrap_text(text: str, *, indent: str) -> str:
     return textwrap.fill(
         text,
         _WIDTH,

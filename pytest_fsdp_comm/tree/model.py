@@ -219,15 +219,15 @@ class ShardTree:
 
     def module_fqn(self, index: int) -> str:
         """Return the FQN of a module; empty for the root."""
-        *names, _ = (self.modules[at].name for at in self.list_ancestry(index))
+        *names, _ = (self.modules[module].name for module in self.list_ancestry(index))
         return ".".join(reversed(names))
 
     def list_ancestry(self, index: int) -> Iterator[int]:
         """Yield the indices of a module and its ancestors, innermost first."""
-        at: int | None = index
-        while at is not None:
-            yield at
-            at = self.modules[at].parent
+        module: int | None = index
+        while module is not None:
+            yield module
+            module = self.modules[module].parent
 
     def parameter_fqn(self, index: int) -> str:
         """Return the FQN of a parameter; if it is tied, its first FQN in natural order."""
@@ -278,7 +278,7 @@ class ShardTree:
 
     def __str__(self) -> str:
         """Return the modules in the format of torch's sharded module tree, then the findings."""
-        return "\n".join([*self._outline(), *map(str, self.findings)])
+        return "\n".join([*self._list_outline_lines(), *map(str, self.findings)])
 
     def __repr__(self) -> str:
         """Return a single line, because pytest truncates longer text."""
@@ -287,7 +287,7 @@ class ShardTree:
             f"{len(self.parameters)} parameters>"
         )
 
-    def _outline(self) -> Iterator[str]:
+    def _list_outline_lines(self) -> Iterator[str]:
         units_of = self.units_of()
         fqns: list[str] = []
         for index, node in enumerate(self.modules):

@@ -51,15 +51,15 @@ def lost_root(old: TreeFacts, new: TreeFacts) -> str:
     roots = new_roots(old, new)
     if "" not in before or not roots:
         return ""
-    below = "each unit below becomes a root"
+    rest = "each unit below becomes a root"
     if "" in after:
-        return f"the root's forward is not called, so {below}"
+        return f"the root's forward is not called, so {rest}"
     if any(not new.parameters.get(name, was).managed for name, was in old.parameters.items()):
-        below = f"its parameters are not sharded, FSDP does not reduce their gradients, and {below}"
+        rest = f"its parameters are not sharded, FSDP does not reduce their gradients, and {rest}"
     elif any(policy_change(before[name], after[name]) for name in roots):
-        below += " and keeps its parameters after forward"
+        rest += " and keeps its parameters after forward"
     call = "FullyShardedDataParallel" if before[""].kind == "fsdp1" else "fully_shard"
-    return f"{call} on the root is missing: {below}"
+    return f"{call} on the root is missing: {rest}"
 
 
 def new_roots(old: TreeFacts, new: TreeFacts) -> frozenset[str]:
@@ -113,7 +113,7 @@ def tree_facts(tree: ShardTree) -> TreeFacts:
     units: defaultdict[int, dict[str, UnitFacts]] = defaultdict(dict)
     for name, unit in zip(names, tree.units, strict=True):
         counts[name] += 1
-        units[counts[name]][name] = _unit_facts(unit, names)
+        units[counts[name]][name] = _make_unit_facts(unit, names)
     parameters = {
         fqn: ParameterFacts(
             shape=parameter.shape,
@@ -130,7 +130,7 @@ def tree_facts(tree: ShardTree) -> TreeFacts:
     )
 
 
-def _unit_facts(unit: ShardUnit, names: list[str]) -> UnitFacts:
+def _make_unit_facts(unit: ShardUnit, names: list[str]) -> UnitFacts:
     return UnitFacts(
         kind=unit.kind,
         is_root=unit.is_root,
@@ -204,7 +204,7 @@ class TreeProfile:
         )
 
 
-def comparable(old: TreeProfile, new: TreeProfile) -> TreeProfile:
+def restrict_to_ranks_of(old: TreeProfile, new: TreeProfile) -> TreeProfile:
     """Return `old`; if only `new` is limited to some ranks, restrict `old` to these ranks."""
     is_part = new.recorded_ranks and not old.recorded_ranks
     return old.restrict(new.recorded_ranks) if is_part else old

@@ -15,11 +15,11 @@ from pytest_fsdp_comm.tree.findings.wrapping import (
     Case,
     Rule,
     Wrapping,
+    count_gathers,
+    count_reductions,
     gathered_itemsize,
-    gathers,
     is_negligible,
     reduced_nbytes,
-    reductions,
     rule,
 )
 from pytest_fsdp_comm.tree.model import ShardTree, ShardUnit
@@ -223,7 +223,7 @@ def partly_wrapped(wrapping: Wrapping) -> Iterator[Case]:
                 "enclosing unit, or not at all"
             )
             yield Case(
-                tuple(map(tree.module_fqn, unwrapped)), reason, sum(nbytes[at] for at in unwrapped)
+                tuple(map(tree.module_fqn, unwrapped)), reason, sum(nbytes[i] for i in unwrapped)
             )
 
 
@@ -257,16 +257,16 @@ def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
         if unit.kind != "fsdp1" or not 0 < frozen < len(unit.parameters):
             continue
         worth = []
-        for parameters in wrapping.frozen_modules(unit):
+        for parameters in wrapping.group_frozen_parameters(unit):
             saved = sum(reduced_nbytes(entry, unit) for entry in parameters)
             gathered = sum(entry.numel * gathered_itemsize(entry, unit) for entry in parameters)
-            if min(saved, gathered) > gathers(unit) * wrapping.settings.small_nbytes:
+            if min(saved, gathered) > count_gathers(unit) * wrapping.settings.small_nbytes:
                 worth.append(saved)
         if worth:
             reason = (
                 f"{frozen} of its {len(unit.parameters)} parameters are frozen, but FSDP1 reduces "
                 "one flat gradient with zeros for them, and allocates memory for it; separate "
-                f"units add {show_count(len(worth) * gathers(unit), 'collective')} to a step"
+                f"units add {show_count(len(worth) * count_gathers(unit), 'collective')} to a step"
             )
             yield Case((wrapping.tree.unit_name(index),), reason, sum(worth))
 
@@ -288,7 +288,8 @@ def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
         around = enclosing[0] if len(enclosing) == 1 else None
         if around is not None and _can_merge_into_enclosing(wrapping, unit, around):
             trains, trains_around = wrapping.is_trainable(unit), wrapping.is_trainable(around)
-            saved = gathers(unit) + (reductions(unit) if trains and trains_around else 0)
+            saved = count_gathers(unit)
+            saved += count_reductions(unit) if trains and trains_around else 0
             # If trainable units are merged into a frozen unit, the merged unit must reduce
             # gradients, so one reduction remains for all of them.
             at_least = "at least " if trains and not trains_around else ""
@@ -314,7 +315,7 @@ def _can_merge_into_enclosing(wrapping: Wrapping, unit: ShardUnit, around: Shard
     # FSDP1 reduces the whole unit if any of its parameters is trainable.
     trains = {wrapping.is_trainable(unit), wrapping.is_trainable(around)}
     reduces_more = unit.kind == "fsdp1" and len(trains) > 1
-    sends_more = reduces_more or gathers(around) > gathers(unit)
+    sends_more = reduces_more or count_gathers(around) > count_gathers(unit)
     return is_same_policy and dtypes <= dtypes_around and not sends_more
 
 
@@ -366,7 +367,7 @@ def oversized_storage(wrapping: Wrapping) -> Iterator[Case]:
     for index, parameter in enumerate(tree.parameters):
         nbytes = parameter.local_numel * parameter.itemsize
         unfilled = parameter.nbytes_unfilled
-        is_view = any(each.is_sharded and each.dim is not None for each in parameter.placements)
+        is_view = any(entry.is_sharded and entry.dim is not None for entry in parameter.placements)
         is_much = unfilled >= wrapping.settings.padding_nbytes and 2 * unfilled >= nbytes
         if is_view and is_much:
             reason = (

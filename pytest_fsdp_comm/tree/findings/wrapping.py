@@ -85,7 +85,7 @@ class Wrapping:
     def list_ancestors(self, unit: ShardUnit) -> Iterator[int]:
         return islice(self.tree.list_ancestry(unit.modules[0]), 1, None)
 
-    def frozen_modules(self, unit: ShardUnit) -> Iterable[list[ParameterNode]]:
+    def group_frozen_parameters(self, unit: ShardUnit) -> Iterable[list[ParameterNode]]:
         """Return the frozen parameters that separate units could manage, one list for each unit."""
         # Skip a parameter whose module has trainable parameters too: no unit can separate them.
         trainable: set[int] = set()
@@ -118,12 +118,12 @@ def is_negligible(nbytes: int, largest: int) -> bool:
     return nbytes * _SMALL_SHARE < largest
 
 
-def gathers(unit: ShardUnit) -> int:
+def count_gathers(unit: ShardUnit) -> int:
     """Return how often a step gathers a unit: in forward, and for backward if it is resharded."""
     return 2 if unit.reshard_after_forward and unit.unshard_in_backward else 1
 
 
-def reductions(unit: ShardUnit) -> int:
+def count_reductions(unit: ShardUnit) -> int:
     """Return how many collectives reduce a unit's gradients: two for HSDP, else one."""
     return 1 if unit.replicate_axis is None else 2
 
