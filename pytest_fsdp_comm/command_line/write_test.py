@@ -15,7 +15,7 @@ from pytest_fsdp_comm.command_line.terminal import SAME
 from pytest_fsdp_comm.errors import FsdpCommError, printable
 from pytest_fsdp_comm.launch_environment import simulated_variables
 from pytest_fsdp_comm.snapshots.documents import Profile
-from pytest_fsdp_comm.snapshots.names import SUFFIX, basename, module_to_directory
+from pytest_fsdp_comm.snapshots.names import SUFFIX, make_basename, module_to_directory
 from pytest_fsdp_comm.text.files import write_all_atomically
 from pytest_fsdp_comm.text.words import shell_word, show_path
 
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     root, snapshot_dir = documents.find_project(test.parent)
     folder = snapshot_dir / module_to_directory(test, root)
     variant = f"ws{comm.profile.world_size}"
-    comm_name, tree_name = (basename(f"test_{name}", variant, index) for index in (0, "tree"))
+    comm_name, tree_name = (make_basename(f"test_{name}", variant, index) for index in (0, "tree"))
     files = {
         test: _write_test_source(ran, start / ran.script, test, f"test_{name}", comm.profile),
         folder / f"{comm_name}{SUFFIX}": comm,

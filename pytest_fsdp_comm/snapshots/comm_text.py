@@ -93,49 +93,49 @@ _PEAK_LINE: Final = re.compile(rf"{_PEAK}{_NBYTES}{_OF_RANKS}")
 def format_profile(profile: CommProfile) -> str:
     """Return a profile as the text of a snapshot that `read_comm` can read."""
     first = header("comm", torch_version=profile.torch_version, backend=profile.backend)
-    return "\n".join([first, *_comm_lines(profile)]) + "\n"
+    return "\n".join([first, *_list_lines_below_header(profile)]) + "\n"
 
 
-def _comm_lines(profile: CommProfile) -> list[str]:
+def _list_lines_below_header(profile: CommProfile) -> list[str]:
     """Return all lines of a snapshot except the first."""
     names_of: defaultdict[tuple[Phase, Subject], defaultdict[str, list[str | None]]] = defaultdict(
         lambda: defaultdict(list)
     )
     written = cache(write_ranks)  # many rows share a long list of ranks
     for row in profile.rows:
-        content = append_ranks(_row_content(row), written(row.ranks))
+        content = append_ranks(_format_row(row), written(row.ranks))
         names_of[row.phase, row.subject][content].append(row.owner)
     return [
         *world_lines(profile.world_size, profile.recorded_ranks, profile.mesh_axes),
         *([] if profile.shows_async else [_ASYNC_UNKNOWN]),
         *([_OVERLAP_KNOWN] if profile.shows_overlap else []),
         *([] if profile.sizes_activations else [_UNSIZED]),
-        *map(_answer_line, profile.answers),
+        *map(_format_answer, profile.answers),
         *(
             f"{phase} {line}"
             for phase in Phase
             for subject in SUBJECTS
             for line in folded_lines(names_of[phase, subject])
         ),
-        *map(_peak_line, profile.peaks),
+        *map(_format_peak, profile.peaks),
         # Totals let `read_comm` detect that a merge lost a line.
-        *map(_total_line, profile.totals()),
+        *map(_format_total, profile.totals()),
         END,
     ]
 
 
-def _peak_line(peak: GatheredPeak) -> str:
+def _format_peak(peak: GatheredPeak) -> str:
     return append_ranks(f"{_PEAK}{peak.nbytes:_} B", write_ranks(peak.ranks))
 
 
-def _answer_line(answer: Answer) -> str:
+def _format_answer(answer: Answer) -> str:
     value, site, how = map(write_word, (answer.value, answer.site, answer.how))
     return f"{_ANSWER}{value} to {site} ({how})"
 
 
-def _row_content(row: Row) -> str:
+def _format_row(row: Row) -> str:
     operation = {
-        "collective": _kind_and_axis(row.what, row.axis),
+        "collective": _format_kind_and_axis(row.what, row.axis),
         "reshard": row.what,
         "redistribution": f"redistribute {write_word(row.what)}",
         "host_wait": f"host_wait {write_word(row.what)}",
@@ -143,9 +143,9 @@ def _row_content(row: Row) -> str:
     return f"{operation} {', '.join(map(str, row.calls))}"
 
 
-def _total_line(total: Total) -> str:
+def _format_total(total: Total) -> str:
     of_ranks = f", sum of {total.num_ranks} ranks" if total.num_ranks > 1 else ""
-    operation = _kind_and_axis(total.kind, total.axis)
+    operation = _format_kind_and_axis(total.kind, total.axis)
     size = f"{total.nbytes:_} B"
     if total.unsized:
         some = f"{size} and {total.unsized} of unknown size"
@@ -153,7 +153,7 @@ def _total_line(total: Total) -> str:
     return f"{_TOTAL}{operation} x{total.count} {size}{of_ranks}"
 
 
-def _kind_and_axis(kind: str, axis: str) -> str:
+def _format_kind_and_axis(kind: str, axis: str) -> str:
     # An operation whose process group is unknown has an empty axis. Do not escape it, because
     # `escape` would write "" as the root module.
     return f"{escape(kind)}[{escape(axis) if axis else ''}]"
@@ -208,7 +208,7 @@ def read_comm(lines: SnapshotLines) -> CommProfile:
         answers=tuple(sorted({*answers})),
         torch_version=lines.torch_version,
     )
-    lines.check(_comm_lines(profile))
+    lines.check(_list_lines_below_header(profile))
     return profile
 
 

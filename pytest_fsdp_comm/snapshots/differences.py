@@ -201,10 +201,10 @@ def _list_trainable_modules(
     unit_of = {module: unit for unit in units for module in unit.split("+")}
     for name in (name for name, facts in parameters.items() if facts.trainable):
         yield name.rpartition(".")[0]
-        yield _unit_around(name, unit_of) or ""
+        yield _find_enclosing_unit(name, unit_of) or ""
 
 
-def _unit_around(name: str, unit_of: Mapping[str, str]) -> str | None:
+def _find_enclosing_unit(name: str, unit_of: Mapping[str, str]) -> str | None:
     """Return the innermost unit that contains a parameter; None if no unit contains it."""
     while name and name not in unit_of:
         name = name.rpartition(".")[0]
@@ -217,6 +217,6 @@ def _pair_parameters_by_unit(
     unit_of = {module: unit for unit in units for module in unit.split("+")}
     pairs: defaultdict[str, list[tuple[ParameterFacts, ParameterFacts]]] = defaultdict(list)
     for name in old.keys() & new.keys():
-        unit = _unit_around(name, unit_of)
+        unit = _find_enclosing_unit(name, unit_of)
         pairs[name.rpartition(".")[0] if unit is None else unit].append((old[name], new[name]))
     return pairs

@@ -101,9 +101,9 @@ def fail_unasserted(item: pytest.Item) -> None:
     """Fail a test that ignored a failed comparison, with the same text as a failed assertion."""
     assertion = item.stash[UNEXPLAINED]
     lines = explain_comparison(None, assertion, is_truncated=False) or []
-    at = f"  compared at {assertion.compared_at}, where the test ignored the result: assert it"
+    where = f"  compared at {assertion.compared_at}, where the test ignored the result: assert it"
     below = item.stash[FAILED_COMPARISON].below
-    pytest.fail("\n".join([*lines, at, *below]), pytrace=False)
+    pytest.fail("\n".join([*lines, where, *below]), pytrace=False)
 
 
 def explain_results(assertion: CommSnapshot, results: Mapping[str, AssertionResult]) -> Failure:
@@ -115,23 +115,23 @@ def explain_results(assertion: CommSnapshot, results: Mapping[str, AssertionResu
         where = show_path(Path(result.snapshot_location), root)
         if result.exception is not None:
             error = str(result.exception) or type(result.exception).__name__
-            problem = describe_problem(result.exception, where=where)
+            problem = shorten_error(result.exception, where=where)
             failures[name] = Failure.from_error(error, problem)
         elif result.recalled_data is None:
             # The test was probably renamed, or its snapshot is for a different world size.
             neighbour = assertion.explains and describe_neighbour(
                 item, Path(result.snapshot_location), str(result.asserted_data)
             )
-            error = f"{MISSING}{where} yet\n" + f"  {neighbour}" * bool(neighbour)
+            error = f"{MISSING}{where} yet\n" + (f"  {neighbour}" if neighbour else "")
             failures[name] = Failure.from_error(error, NO_SNAPSHOT)
-        for sides in _compared_profiles(result):
-            failures[name] = _explain_sides(assertion, name, sides, where)
+        for sides in _list_compared_profiles(result):
+            failures[name] = _explain_differing_value(assertion, name, sides, where)
     return join_failures(
-        failures, command=_accept_command(item, [*results.values()]), test=_quoted_id(item)
+        failures, command=_make_accept_command(item, [*results.values()]), test=_quote_test_id(item)
     )
 
 
-def _explain_sides(
+def _explain_differing_value(
     assertion: CommSnapshot, name: str, sides: tuple[Profile, Profile], where: str
 ) -> Failure:
     """Explain once how a value differs; all ranks except one get only the first line."""
@@ -140,7 +140,7 @@ def _explain_sides(
     if name not in assertion.failures:
         # Trees that were compared together with a recording help explain its changes.
         pairs = [
-            pair for _, result in assertion.last_results for pair in _compared_profiles(result)
+            pair for _, result in assertion.last_results for pair in _list_compared_profiles(result)
         ]
         assertion.failures[name] = explain_profiles(sides, where=where, evidence=evidence_of(pairs))
     return assertion.failures[name]
@@ -152,7 +152,7 @@ def _list_diff_lines(
     """Yield the diff of each file, preceded by its value and path if there are several files."""
     root = assertion.test_location.item.config.rootpath
     for name, result in results.items():
-        if _compared_profiles(result):
+        if _list_compared_profiles(result):
             where = show_path(Path(result.snapshot_location), root)
             yield from [f"{name}: {where}"] if len(results) > 1 else []
             with disable_color():
@@ -161,7 +161,7 @@ def _list_diff_lines(
                 )
 
 
-def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str:
+def _make_accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str:
     """Return `Failure.command` for the failed comparisons; empty if an update would fail."""
     if not all(map(_is_acceptable, failed)):
         return ""
@@ -169,7 +169,7 @@ def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str
     wider = [
         shell_word(path_from(item.config, Path(result.snapshot_location)))
         for result in failed
-        for old, new in _compared_profiles(result)
+        for old, new in _list_compared_profiles(result)
         if has_lost_ranks(old, new)
     ]
     options = {name: item.config.getoption(name) for name in _OPTIONS}
@@ -178,7 +178,7 @@ def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str
         wider, options["--comm-backend"] = [], None
     remove = f"rm {' '.join(wider)} && " if wider else ""
     args = [f"{name}={value}" for name, value in options.items() if value is not None]
-    args += _root_options(item)
+    args += _make_root_options(item)
     return " ".join([f"{remove}pytest --snapshot-update", *args, ""])
 
 
@@ -189,7 +189,7 @@ def _is_acceptable(result: AssertionResult) -> bool:
     return result.exception is None and not (data is not None and divergence_of(data.profile))
 
 
-def _root_options(item: pytest.Item) -> list[str]:
+def _make_root_options(item: pytest.Item) -> list[str]:
     """Return options that keep pytest's root directory the same if only this test is selected."""
     config = item.config
     below = itertools.takewhile(lambda path: path != config.rootpath, item.path.parents)
@@ -201,7 +201,7 @@ def _root_options(item: pytest.Item) -> list[str]:
     return [f"{key}={shell_word(path_from(config, path))}" for key, path in paths.items() if path]
 
 
-def _compared_profiles(result: AssertionResult) -> list[tuple[Profile, Profile]]:
+def _list_compared_profiles(result: AssertionResult) -> list[tuple[Profile, Profile]]:
     """List the profiles of snapshot and recording as one pair; empty if nothing was compared."""
     old, new = result.recalled_data, result.asserted_data
     if result.exception is not None or old is None or new is None:
@@ -209,7 +209,7 @@ def _compared_profiles(result: AssertionResult) -> list[tuple[Profile, Profile]]
     return [(cast("SnapshotText", old).profile, cast("SnapshotText", new).profile)]
 
 
-def describe_problem(error: BaseException, *, where: str) -> str:
+def shorten_error(error: BaseException, *, where: str) -> str:
     """Shorten an error for the headline; `where` is the file's path as the error prints it."""
     lines = str(error).splitlines() or [type(error).__name__]
     if isinstance(error, SnapshotFormatError):
@@ -218,7 +218,7 @@ def describe_problem(error: BaseException, *, where: str) -> str:
     return lines[1].strip() if isinstance(error, IncompleteRecordingError) else lines[0]
 
 
-def _quoted_id(item: pytest.Item) -> str:
+def _quote_test_id(item: pytest.Item) -> str:
     module = path_from(item.config, item.path)
     # pytest would read a leading "-" as an option, and "@" as a file of arguments.
     module = f"./{module}" if module[0] in "-@" else module

@@ -42,7 +42,7 @@ from pytest_fsdp_comm.snapshots.documents import (
 )
 from pytest_fsdp_comm.snapshots.failed_comparison import COMPARED, UNEXPLAINED
 from pytest_fsdp_comm.snapshots.lines import REMEDY
-from pytest_fsdp_comm.snapshots.names import PART, SUFFIX, basename, module_to_directory
+from pytest_fsdp_comm.snapshots.names import PART, SUFFIX, make_basename, module_to_directory
 from pytest_fsdp_comm.text.files import EXPECTED, RECEIVED, is_nested, write_atomically
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import first_of, show_path
@@ -154,9 +154,9 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
                 "compare a part of the model, or fewer ranks"
             ) from None
         if self._updates and body(self._updated.setdefault(data.location, text)) != body(text):
-            place = self._show_location(data.location)
+            file = self._show_location(data.location)
             raise FsdpCommError(
-                f"this test compares two different recordings with {place}, and an update cannot "
+                f"this test compares two different recordings with {file}, and an update cannot "
                 "write both: give the second one a name, "
                 'comm_snapshot(name="second")'
             )
@@ -259,7 +259,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     def get_file_basename(cls, *, test_location: PyTestLocation, index: Any) -> str:
         """Return ``<test name>.<variant>[.<name or index>]``."""
         item = test_location.item
-        return basename(snapshot_test_name(item), snapshot_variant(item), index)
+        return make_basename(snapshot_test_name(item), snapshot_variant(item), index)
 
     @classmethod
     def get_snapshot_name(cls, *, test_location: PyTestLocation, index: Any = 0) -> str:
@@ -284,7 +284,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
             # Write the expected file first, so that it is complete once the received file exists.
             for side, text in ((EXPECTED, expected), (RECEIVED, received)):
                 path = directory / side / Path(location).relative_to(self._options.snapshot_dir)
-                _check_outside(path.parent, self._options.snapshot_dir)
+                _check_outside_snapshots(path.parent, self._options.snapshot_dir)
                 if text is None:
                     path.unlink(missing_ok=True)
                 else:
@@ -306,7 +306,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         yield from super().diff_lines(body(serialized_data), body(snapshot_data))
 
 
-def _check_outside(path: Path, snapshot_dir: Path) -> None:
+def _check_outside_snapshots(path: Path, snapshot_dir: Path) -> None:
     # The session refuses to start with such a directory, but cannot know all links inside it.
     if is_nested(path, snapshot_dir):
         raise OSError(f"{show_path(path)} leads into the snapshot directory")
@@ -320,10 +320,10 @@ def check_completeness(profile: CommProfile, *, allowed: AbstractSet[str] = froz
             continue
         before, after = text.split("\n")
         lines = [
-            f"  {gap.text}" + f" (on {name_ranks(gap.ranks)})" * bool(gap.ranks) for gap in gaps
+            f"  {gap.text}{f' (on {name_ranks(gap.ranks)})' if gap.ranks else ''}" for gap in gaps
         ]
         listed, num_more = first_of(lines, _MAX_GAPS)
-        more = [f"  and {num_more} more"] * bool(num_more)
+        more = [f"  and {num_more} more"] if num_more else []
         raise IncompleteRecordingError("\n".join((before, *listed, *more, after)))
 
 
@@ -401,7 +401,7 @@ class CommSnapshot(SnapshotAssertion):
 
     @property
     def index(self) -> str | int:
-        """The part of a file's name that distinguishes the files of a test (see `basename`)."""
+        """The part of a file's name that tells the files of a test apart (see `make_basename`)."""
         # Unlike syrupy's index, this stays constant while a value is being compared, and it counts
         # comparisons instead of values.
         return self._index

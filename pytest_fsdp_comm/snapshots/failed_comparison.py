@@ -169,7 +169,7 @@ def print_shared_changes(reporter: pytest.TerminalReporter) -> None:
         summary = f"{summarize_group(first)}{amounts}"
         reporter.write_line(f"{len(nodeids)} tests: {summary}", red=True)
         listed, more = first_of(nodeids, _MOST_TESTS)
-        for line in (*map(printable, listed), *[f"and {more} more"] * bool(more)):
+        for line in (*map(printable, listed), *([f"and {more} more"] if more else [])):
             reporter.write_line(f"  {line}")
         accept = make_joint_accept_command([failures[nodeid] for nodeid in nodeids])
         reporter.write_line(f"accept these {len(nodeids)}{first.although}: {accept}")

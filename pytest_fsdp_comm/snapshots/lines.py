@@ -107,7 +107,7 @@ class SnapshotLines:
         """All lines up to `END`; errors number them from 1."""
         self.torch_version = ""
         """The torch version that recorded the snapshot; empty if the first line has none."""
-        self.kind = self._read_first(self.lines[0])
+        self.kind = self._read_header(self.lines[0])
         if self.lines[-2:] != [END, ""]:
             last = len(self.lines) - (self.lines[-1] == "" and len(self.lines) > 1)
             raise self.error(
@@ -117,7 +117,7 @@ class SnapshotLines:
             )
         self.lines.pop()
 
-    def _read_first(self, line: str) -> str:
+    def _read_header(self, line: str) -> str:
         match = _HEADER.fullmatch(line)
         if match is None:
             with self.locate_errors(1):
@@ -161,11 +161,11 @@ class SnapshotLines:
         if self.lines[1:] == [*written]:
             return
         pairs = enumerate(zip_longest(self.lines[1:], written, fillvalue=""), start=2)
-        number, (read, line) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+        number, (read, line) = next(entry for entry in pairs if entry[1][0] != entry[1][1])
         is_total = "total" in (read.partition(" ")[0], line.partition(" ")[0])
         lost = "; the totals do not match the lines above: one was lost or edited by hand"
         letters = enumerate(zip_longest(read, line))
-        same = next(place for place, pair in letters if pair[0] != pair[1])
+        same = next(index for index, pair in letters if pair[0] != pair[1])
         cut = same - _MAX_COMMON // 2 if same > _MAX_COMMON else 0
         read, line = (("..." if cut else "") + text[cut:] for text in (read, line))
         problem = f"it reads {quote_text(read)}{lost if is_total else ''}"
@@ -194,11 +194,11 @@ def world_lines(world_size: int, ranks: Sequence[int], axes: Iterable[MeshAxis])
     return [
         f"{_WORLD_SIZE}{world_size}",
         *([f"{RANKS}{write_ranks(ranks)}"] if ranks else []),
-        *(f"{_MESH}{escape(axis.name)}={axis.layout}{_write_groups(axis)}" for axis in axes),
+        *(f"{_MESH}{escape(axis.name)}={axis.layout}{_format_num_groups(axis)}" for axis in axes),
     ]
 
 
-def _write_groups(axis: MeshAxis) -> str:
+def _format_num_groups(axis: MeshAxis) -> str:
     return f"{_GROUPS}{axis.num_groups}" if axis.num_groups > 1 else ""
 
 
@@ -221,12 +221,12 @@ def read_world(lines: SnapshotLines) -> World:
         with lines.locate_errors(number):
             text, _, count = lines.line(number).removeprefix(_MESH).partition(_GROUPS)
             num_groups = int(count) if re.fullmatch(NUMBER, count) else 1
-            axes += (replace(axis, num_groups=num_groups) for axis in _read_axis(text, size))
+            axes += (replace(axis, num_groups=num_groups) for axis in _read_axes(text, size))
         number += 1
     return World(size=size, ranks=ranks, mesh_axes=merge_axes(axes), end=number)
 
 
-def _read_axis(text: str, world_size: int) -> tuple[MeshAxis, ...]:
+def _read_axes(text: str, world_size: int) -> tuple[MeshAxis, ...]:
     escaped, _, layout = text.rpartition("=")
     name = unescape(escaped)
     shape, _, how = layout.partition(" ")

@@ -24,7 +24,7 @@ ABOVE: Final = "%2E%2E"
 """Stands for ``..`` in the snapshot directory of a module outside pytest's root."""
 
 
-def basename(test_name: str, variant: str, index: str | int) -> str:
+def make_basename(test_name: str, variant: str, index: str | int) -> str:
     """Return ``<test>.<variant>[.<index>]``; omit an index of 0, and turn `PART` into a dot."""
     name = f"{escape_test_name(test_name)}.{variant}"
     label = str(index) if index != 0 else ""

@@ -30,7 +30,7 @@ def refuse_recordings(config: pytest.Config) -> None:
 
     def refuse_or_compare(snapshot: SnapshotAssertion, value: object) -> bool:
         __tracebackhide__ = True
-        if name := _find_refused(value):
+        if name := _name_refused_value(value):
             raise FsdpCommError(
                 f"syrupy's `snapshot` does not know which parts of {name} to compare, so nothing "
                 f"was compared or written; use the fixture comm_snapshot: assert {name} == "
@@ -43,7 +43,7 @@ def refuse_recordings(config: pytest.Config) -> None:
     config.add_cleanup(session_patch.undo)
 
 
-def _find_refused(value: object, depth: int = _DEPTH) -> str:
+def _name_refused_value(value: object, depth: int = _DEPTH) -> str:
     """Return the name of a refused value, even inside dicts and lists; empty if there is none."""
     # Use type(), because isinstance() runs the code of proxies.
     kind = type(value)
@@ -54,4 +54,4 @@ def _find_refused(value: object, depth: int = _DEPTH) -> str:
         elements = cast("dict[object, object]", value).values()
     elif depth and issubclass(kind, (list, tuple)):
         elements = cast("list[object]", value)
-    return next(filter(None, (_find_refused(element, depth - 1) for element in elements)), "")
+    return next(filter(None, (_name_refused_value(element, depth - 1) for element in elements)), "")

@@ -87,7 +87,7 @@ _FIELDS: Final = {"root": "is_root", "shard": "shard_axis", "replicate": "replic
 _DEFAULT: Final = UnitFacts(kind="fsdp2")
 
 
-def _unit_content(unit: UnitFacts, group: int) -> str:
+def _format_unit(unit: UnitFacts, group: int) -> str:
     """Format a unit's facts; `group` numbers the units of a module from 1."""
     words: list[str] = [unit.kind]
     for name, read in _UNIT_WORDS.items():
@@ -103,7 +103,7 @@ def _unit_content(unit: UnitFacts, group: int) -> str:
 
 
 def _read_unit(content: str) -> tuple[UnitFacts, int]:
-    """Read a unit and its number, as `_unit_content` formats them (see Note [Strict reading])."""
+    """Read a unit and its number, as `_format_unit` formats them (see Note [Strict reading])."""
     kind, *words = content.split(" ")
     values: dict[str, Any] = {}
     for text in words:
@@ -121,7 +121,7 @@ def _read_unit(content: str) -> tuple[UnitFacts, int]:
     return UnitFacts(kind=cast("UnitKind", kind), precision=precision, **facts), group
 
 
-def _parameter_content(parameter: ParameterFacts) -> str:
+def _format_parameter(parameter: ParameterFacts) -> str:
     words = [f"{parameter.dtype}[{','.join(map(str, parameter.shape))}]"]
     words += [] if parameter.trainable else ["frozen"]
     words += [] if parameter.managed else ["unmanaged"]
@@ -159,20 +159,20 @@ def _list_lines_below_header(profile: TreeProfile) -> list[str]:
     lines = []
     for ranks, facts in profile.trees.items():
         if not ranks:
-            return _tree_lines(facts, profile.recorded_ranks)
+            return _format_tree_lines(facts, profile.recorded_ranks)
         lines.append(RANKS + write_ranks(ranks))
-        lines += [INDENT + line for line in _tree_lines(facts)]
+        lines += [INDENT + line for line in _format_tree_lines(facts)]
     return [*lines, END]
 
 
-def _tree_lines(facts: TreeFacts, recorded: Sequence[int] = ()) -> list[str]:
+def _format_tree_lines(facts: TreeFacts, recorded: Sequence[int] = ()) -> list[str]:
     """Return a tree's lines below the header; pass `recorded` only if all ranks share the tree."""
     units = (
         line
         for group, units_of_group in sorted(facts.units.items())
-        for line in _fold_lines(units_of_group, partial(_unit_content, group=group))
+        for line in _format_and_fold(units_of_group, partial(_format_unit, group=group))
     )
-    parameters = _fold_lines(facts.parameters, _parameter_content)
+    parameters = _format_and_fold(facts.parameters, _format_parameter)
     # Totals let `read_tree` detect that a merge lost a line.
     totals = sum(map(len, facts.units.values())), len(facts.parameters)
     return [
@@ -184,7 +184,7 @@ def _tree_lines(facts: TreeFacts, recorded: Sequence[int] = ()) -> list[str]:
     ]
 
 
-def _fold_lines(facts: Mapping[str, _Facts], content: Callable[[_Facts], str]) -> list[str]:
+def _format_and_fold(facts: Mapping[str, _Facts], content: Callable[[_Facts], str]) -> list[str]:
     names_of: defaultdict[str, list[str | None]] = defaultdict(list)
     for name, fact in facts.items():
         names_of[content(fact)].append(name)
@@ -195,7 +195,7 @@ def read_tree(lines: SnapshotLines) -> TreeProfile:
     """Read the snapshot of a tree, or of one tree per set of ranks (see Note [Strict reading])."""
     if lines.line(2).startswith(RANKS):
         trees = {}
-        starts = [at for at, line in enumerate(lines.lines, 1) if line.startswith(RANKS)]
+        starts = [number for number, line in enumerate(lines.lines, 1) if line.startswith(RANKS)]
         for start, end in pairwise([*starts, len(lines.lines)]):
             facts, world = _read_tree_and_world(lines.section(start + 1, end - 1))
             with lines.locate_errors(start):

@@ -94,20 +94,20 @@ class UnusedSnapshots:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._selected = {item.nodeid for item in session.items if may_record(item)}
-        if _selects_tests(self._config):
+        if _is_partial_collection(self._config):
             return
         self._config.stash[COLLECTED] = self._collected
         root = self._options.snapshot_dir
-        places = {
+        directories = {
             path: str(module_to_directory(path, self._config.rootpath)) for path in self._modules
         }
         self._all_tests = {
-            place: []
-            for path, place in places.items()
-            if self._modules[path] and (root / place).is_dir()
+            directory: []
+            for path, directory in directories.items()
+            if self._modules[path] and (root / directory).is_dir()
         }
         for item in self._collected:
-            if (tests := self._all_tests.get(places.get(item.path, ""))) is not None:
+            if (tests := self._all_tests.get(directories.get(item.path, ""))) is not None:
                 function = strip_test_parameters(escape_test_name(snapshot_test_name(item)))
                 tests.append((function, snapshot_variant(item), item.nodeid))
 
@@ -188,11 +188,11 @@ class UnusedSnapshots:
         is_reported = (passed or self._unpassed) and not option.disable_unused_snapshots
         if has_ended and is_reported and self._all_tests is not None:
             self.files = [*self._find_unused_files(self._all_tests, passed, compared)]
-        if self._has_failing_files():
+        if self._has_forbidden_files():
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
         return (yield)
 
-    def _has_failing_files(self) -> bool:
+    def _has_forbidden_files(self) -> bool:
         """Whether unused files make the session fail, as in syrupy."""
         option = self._config.option
         is_allowed = option.update_snapshots or option.warn_unused_snapshots
@@ -209,21 +209,21 @@ class UnusedSnapshots:
         here = self._config.invocation_params.dir
         arguments = [Path(here, str(argument)).resolve() for argument in self._config.args]
         for path in list_snapshot_files(root):
-            place, parts = path.parent.relative_to(root), read_basename(path.stem)
+            directory, parts = path.parent.relative_to(root), read_basename(path.stem)
             if (
                 parts is None
                 or str(path) in compared
                 or not read_text_or_empty(path).startswith(_HEADER)
             ):
                 continue
-            if str(place) in all_tests:
+            if str(directory) in all_tests:
                 function, variant = strip_test_parameters(parts[0]), parts[1]
-                tests = [test for test in all_tests[str(place)] if test[0] == function]
-                is_run = not tests or variant in {size for _, size, _ in tests}
-                if is_run and all(nodeid in passed for *_, nodeid in tests):
+                tests = [test for test in all_tests[str(directory)] if test[0] == function]
+                has_this_world_size = not tests or variant in {size for _, size, _ in tests}
+                if has_this_world_size and all(nodeid in passed for *_, nodeid in tests):
                     yield path
                 continue
-            module = directory_to_module(place, self._config.rootpath)
+            module = directory_to_module(directory, self._config.rootpath)
             if not module.exists() and any(
                 top.is_dir() and module.resolve().is_relative_to(top) for top in arguments
             ):
@@ -260,7 +260,7 @@ class UnusedSnapshots:
             return
         write = terminalreporter.write_line
         terminalreporter.write_sep("-", "unused communication snapshots")
-        effect = ", so the run fails" * self._has_failing_files()
+        effect = ", so the run fails" if self._has_forbidden_files() else ""
         count = show_count(len(files), "snapshot file")
         write(f"{count} that no test compared{effect}:", yellow=True)
         for path, _ in files:
@@ -283,7 +283,7 @@ def _import_replay() -> ModuleType:
     return replay
 
 
-def _selects_tests(config: pytest.Config) -> bool:
+def _is_partial_collection(config: pytest.Config) -> bool:
     """Return whether options or arguments keep some tests of a module from being collected."""
     option = config.option
     names_tests = any("::" in str(argument) for argument in config.args)

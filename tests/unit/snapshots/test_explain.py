@@ -8,7 +8,7 @@ from sample_profiles import profile, twice
 from pytest_fsdp_comm.errors import IncompleteRecordingError
 from pytest_fsdp_comm.snapshots.differences import explain_profiles
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
-from pytest_fsdp_comm.snapshots.explain import describe_problem
+from pytest_fsdp_comm.snapshots.explain import shorten_error
 
 
 @pytest.mark.parametrize(
@@ -34,5 +34,5 @@ def test_another_torch_is_named_in_the_first_line(recorded, now, said):
 
 def test_headline_of_an_incomplete_recording_names_the_first_gap():
     error = IncompleteRecordingError("the recording has gaps:\n  the first\n  the second")
-    assert describe_problem(error, where="") == "the first"
-    assert describe_problem(ValueError("one\ntwo"), where="") == "one"
+    assert shorten_error(error, where="") == "the first"
+    assert shorten_error(ValueError("one\ntwo"), where="") == "one"

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from pytest_fsdp_comm.snapshots.names import (
     PART,
-    basename,
     directory_to_module,
     escape_test_name,
+    make_basename,
     module_to_directory,
     read_basename,
 )
@@ -29,7 +29,7 @@ from pytest_fsdp_comm.snapshots.names import (
     ],
 )
 def test_each_snapshot_has_a_readable_file_name(test, index, name):
-    assert basename(test, "ws4", index) == name
+    assert make_basename(test, "ws4", index) == name
 
 
 @given(
@@ -41,14 +41,14 @@ def test_each_snapshot_has_a_readable_file_name(test, index, name):
     )
 )
 def test_no_two_share_a_file(pairs):
-    named = {basename(f"test_it[{params}]", "ws4", index) for params, index in pairs}
+    named = {make_basename(f"test_it[{params}]", "ws4", index) for params, index in pairs}
     # An assertion that is named like another's number is the same file, as in syrupy.
     distinct = {(params, str(index) if index != 0 else "") for params, index in pairs}
     assert len(named) == len(distinct)
 
 
 def test_long_names_are_cut_and_stay_apart():
-    names = {basename(f"test_step[{'x' * 500}{end}]", "ws4", "y" * 300 + end) for end in "abc"}
+    names = {make_basename(f"test_step[{'x' * 500}{end}]", "ws4", "y" * 300 + end) for end in "abc"}
     assert len(names) == 3
     assert all(len(name) <= 220 for name in names)
     assert len({read_basename(name) for name in names}) == 3
@@ -58,12 +58,12 @@ def test_long_names_are_cut_and_stay_apart():
 @given(st.text(max_size=200), st.one_of(st.integers(0, 3), st.text(min_size=1, max_size=80)))
 def test_read_basename_returns_test_and_variant(params, index):
     test = f"TestLlama.test_it[{params}]"
-    assert read_basename(basename(test, "ws4", index)) == (escape_test_name(test), "ws4")
+    assert read_basename(make_basename(test, "ws4", index)) == (escape_test_name(test), "ws4")
 
 
 def test_parts_of_an_index_are_separated_by_dots():
-    assert basename("test_a", "ws4", f"second{PART}tree") == "test_a.ws4.second.tree"
-    assert basename("test_a", "ws4", "second.tree") == "test_a.ws4.second%2Etree"
+    assert make_basename("test_a", "ws4", f"second{PART}tree") == "test_a.ws4.second.tree"
+    assert make_basename("test_a", "ws4", "second.tree") == "test_a.ws4.second%2Etree"
 
 
 def test_a_name_that_is_not_ours_is_left_unread():
