@@ -10,7 +10,7 @@ import pytest
 
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.options import MARKER_NAME, OPTIONS, find_first_page
-from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Outcomes, Place, read_origin
+from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, FileLine, Outcomes, read_origin
 from pytest_fsdp_comm.reports.explanation import Failure, write_headline
 from pytest_fsdp_comm.snapshots.failed_comparison import (
     HANGS_AT,
@@ -70,15 +70,15 @@ class CiSession:
             reason = (write_headline(failure) if failure else reason_of(report)) or "failed"
             hangs_at = getattr(report, HANGS_AT, "")
             sent = [(hangs_at, reason)] if hangs_at else _list_site_texts(failure)
-            place, located = self._find_failed_place(report), [*self._locate_calls(sent)]
+            location, located = self._find_failed_place(report), [*self._locate_calls(sent)]
             is_headline_located = failure is None or not failure.changes or failure.changes[0].sites
-            if located and place is not None and not is_headline_located:
+            if located and location is not None and not is_headline_located:
                 # Otherwise, the annotations would name only less important changes.
-                located.insert(0, (place, reason))
+                located.insert(0, (location, reason))
             self._failed[report.nodeid] = FailedTest(
                 nodeid=report.nodeid,
                 reason=reason,
-                place=place,
+                location=location,
                 sent=tuple(located),
                 failure=failure,
             )
@@ -142,30 +142,30 @@ class CiSession:
             ended_early=f"The session ended early ({reason}): not all tests ran." if reason else "",
         )
 
-    def _locate_calls(self, sent: Iterable[tuple[str, str]]) -> Iterator[tuple[Place, str]]:
+    def _locate_calls(self, sent: Iterable[tuple[str, str]]) -> Iterator[tuple[FileLine, str]]:
         """Yield each text once, with the first of its lines that is in the checkout."""
         # Call sites are relative to the directory in which pytest started.
         start = self._config.invocation_params.dir
-        places: dict[str, Place] = {}
+        locations: dict[str, FileLine] = {}
         for site, text in sent:
             path, _, line = site.rpartition(":")
-            place = self._find_place(start / path, int(line))
-            if place is not None:
-                places.setdefault(text, place)
-        return ((place, text) for text, place in places.items())
+            location = self._find_place(start / path, int(line))
+            if location is not None:
+                locations.setdefault(text, location)
+        return ((location, text) for text, location in locations.items())
 
-    def _find_failed_place(self, report: pytest.TestReport) -> Place | None:
+    def _find_failed_place(self, report: pytest.TestReport) -> FileLine | None:
         """Return the line that raised an error; if that is outside the project, the test's line."""
         crash = getattr(report.longrepr, "reprcrash", None)
         if crash is not None and "site-packages" not in Path(crash.path).parts:
-            place = self._find_place(Path(crash.path), crash.lineno)
-            if place is not None:
-                return place
+            location = self._find_place(Path(crash.path), crash.lineno)
+            if location is not None:
+                return location
         file, line, _ = report.location
         return self._find_place(self._config.rootpath / file, (line or 0) + 1)
 
-    def _find_place(self, path: Path, line: int) -> Place | None:
-        return self._origin.place(path, line, root=self._config.rootpath)
+    def _find_place(self, path: Path, line: int) -> FileLine | None:
+        return self._origin.locate(path, line, root=self._config.rootpath)
 
 
 def _append(path: Path, text: str) -> None:

@@ -103,9 +103,9 @@ class TreeFactory:
             case ".json":
                 text = dump_tree(tree)
             case ".html":
-                from pytest_fsdp_comm.reports.html.pages import tree_page  # noqa: PLC0415  # few tests need it
+                from pytest_fsdp_comm.reports.html.pages import render_tree_page  # noqa: PLC0415  # few tests need it
 
-                text = tree_page(tree)
+                text = render_tree_page(tree)
             case _:
                 raise FsdpCommError(
                     f"fsdp_tree.save writes .html and .json files, got {os.fspath(path)!r}; use "

@@ -248,8 +248,8 @@ class SessionReport:
             self._finished.discard(report.nodeid)
             file, line, _ = report.location
             root = self._config.rootpath
-            place = None if line is None else self._origin.place(root / file, line + 1, root=root)
-            address = self._origin.line_address(place)
+            site = None if line is None else self._origin.locate(root / file, line + 1, root=root)
+            address = self._origin.line_address(site)
             result = Result(nodeid=report.nodeid, outcome="unfinished", address=address)
         outcome = _decide_outcome(report) or result.outcome
         is_worse = result.outcome not in {"failed", "error"} and outcome in {"failed", "error"}

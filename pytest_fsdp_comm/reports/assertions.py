@@ -101,7 +101,7 @@ def explain_findings(error: AssertionError) -> None:
     ):
         explained = "\n".join(f"  {line}" for line in text.splitlines())
         if label in message and explained not in message:
-            message = "\n".join([*_drop_origin(message, label), explained])
+            message = "\n".join([*_drop_origin_lines(message, label), explained])
     error.args = (message,)
 
 
@@ -117,7 +117,7 @@ def _find_asserted_findings(error: AssertionError) -> Iterator[Findings]:
             yield value
 
 
-def _drop_origin(message: str, label: str) -> Iterator[str]:
+def _drop_origin_lines(message: str, label: str) -> Iterator[str]:
     """Remove pytest's lines that explain where the value with the repr `label` came from."""
     above = 0
     for line in message.split("\n"):

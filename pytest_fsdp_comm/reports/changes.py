@@ -47,12 +47,12 @@ def render_comparison(
     # Do not list the peak again if the cost lines already report it.
     repeated = "memory" if any("peak gathered" in line for line in cost) else ""
     rows = [change for change in comparison.remaining if change.subject != repeated]
-    main, rest = _sort_changes(comparison, sorted(rows, key=weight))
+    main, rest = _split_main_and_rest(comparison, sorted(rows, key=change_sort_key))
     if repeated and not main:
         more = "more" if comparison.cost.peak_after > comparison.cost.peak_before else "fewer"
         text = f"all calls unchanged, but {more} parameters are gathered at the same time"
         main = [Statement(severity="change", text=text)]
-    causes = [_describe_cause(cause, comparison) for cause in comparison.causes]
+    causes = [_make_cause_statement(cause, comparison) for cause in comparison.causes]
     if len(main) == 1:
         main = [replace(main[0], causes=tuple(cause.text for cause in causes))]
     return Failure(
@@ -69,13 +69,14 @@ def render_comparison(
     )
 
 
-def _sort_changes(
+def _split_main_and_rest(
     comparison: Comparison, rows: Sequence[Change]
 ) -> tuple[list[Statement], list[Statement]]:
     """Return the main changes, which precede causes and costs, and the rest."""
-    steps = [*_describe_steps(comparison)]
+    steps = [*_make_step_statements(comparison)]
     described = [
-        (joined[0], _describe_rows(joined, comparison)) for joined in _join_other_sizes(rows)
+        (joined[0], _make_rows_statement(joined, comparison))
+        for joined in _group_except_sizes(rows)
     ]
     frames, reshards = (
         [statement for row, statement in described if row.subject == subject]
@@ -85,7 +86,7 @@ def _sort_changes(
     user_calls = [
         (row, entry)
         for row, entry in described
-        if _is_change_of_user_calls(row) and not (steps and _is_of_other_norms(row, comparison))
+        if _is_change_of_user_calls(row) and not (steps and _is_change_of_norms(row, comparison))
     ]
     # Other collectives are the change, and what they expose is their effect. A barrier sends
     # nothing; it is one of the waits.
@@ -94,8 +95,9 @@ def _sort_changes(
         for row, entry in sorted(described, key=lambda pair: not _is_change_of_user_calls(pair[0]))
         if row.subject == "collective" and not (steps or row.what.startswith("barrier"))
     ]
-    exposures, waits = [*_describe_exposures(comparison)], [*_describe_waits(comparison)]
-    late = [*_describe_timings(comparison)]
+    exposures = [*_make_exposure_statements(comparison)]
+    waits = [*_make_wait_statements(comparison)]
+    late = [*_make_timing_statements(comparison)]
     # Changes in prefetching are more likely the change than waits that expose nothing.
     effects = [*sending, *exposures, *(late if waits else ()), *waits]
     # A row that no step explains may change the most bytes.
@@ -107,7 +109,7 @@ def _sort_changes(
         if steps and row.subject == "collective" and abs(_find_growth(row)) == most > 0
     ]
     # Other sizes or layouts of the mesh say more than the steps that follow from them.
-    is_mesh_first = not all(map(_is_row_or_rename, comparison.changes))
+    is_mesh_first = not all(map(_is_row_or_axis_rename, comparison.changes))
     first = [*frames, *steps, *effects] if is_mesh_first else [*steps, *effects, *frames]
     # Changes in units precede changes in timing, which result from them.
     second = [entry for entry in (*others, *late) if entry not in effects]
@@ -119,7 +121,7 @@ def _sort_changes(
         main = main[:1]
     main = [*main, *(entry for entry in promoted if entry not in main)]
     rest = [entry for entry in (*first, *second, *reshards) if entry not in main]
-    return _add_sites(main, rest, comparison), rest
+    return _add_call_sites(main, rest, comparison), rest
 
 
 def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str = "") -> Failure:
@@ -131,9 +133,9 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str = "") ->
     subjects: defaultdict[tuple[str, str, bool], list[str]] = defaultdict(list)
     causes: defaultdict[tuple[str, str, bool], dict[str, None]] = defaultdict(dict)
     for (subject, noun, breaks), listed in whats.items():
-        place = ", ".join(change.what for change in listed), noun, breaks
-        subjects[place].append(subject)
-        causes[place] |= {change.likely: None for change in listed if change.likely}
+        text_key = ", ".join(change.what for change in listed), noun, breaks
+        subjects[text_key].append(subject)
+        causes[text_key] |= {change.likely: None for change in listed if change.likely}
     statements = []
     # Parameters that replace others share a statement with them.
     replaced = {
@@ -142,14 +144,14 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str = "") ->
         for removed in [(reverse_addition(what), noun, breaks)]
         if removed in subjects
     }
-    for place, names in subjects.items():
-        if place in replaced.values():
+    for text_key, names in subjects.items():
+        if text_key in replaced.values():
             continue
-        what, noun, breaks = place
+        what, noun, breaks = text_key
         severity: Severity = "breaks training" if breaks else "change"
         text = f"{_name_subjects(names, noun)}: {what}"
-        if place in replaced:
-            text = f"{_name_subjects(subjects[replaced[place]], noun)}: removed; {text}"
+        if text_key in replaced:
+            text = f"{_name_subjects(subjects[replaced[text_key]], noun)}: removed; {text}"
         statements.append(
             Statement(severity=severity, text=text, causes=tuple(causes[what, noun, breaks]))
         )
@@ -174,10 +176,10 @@ def _is_change_of_user_calls(change: Change) -> bool:
     """
     is_whole = not (change.before and change.after)
     roles = {call.role for row in (*change.before, *change.after) for call in row.calls}
-    return change.subject == "collective" and roles <= {"", *[Role.ACTIVATIONS] * is_whole}
+    return change.subject == "collective" and roles <= {"", Role.ACTIVATIONS if is_whole else ""}
 
 
-def _is_of_other_norms(change: Change, comparison: Comparison) -> bool:
+def _is_change_of_norms(change: Change, comparison: Comparison) -> bool:
     """Whether as many calls as before send the norms of more or fewer DTensors."""
     is_sum = change.owners == (None,) and change.what.startswith("all_reduce")
     is_same_count = count_calls(change.before) == count_calls(change.after)
@@ -188,7 +190,7 @@ def _is_of_other_norms(change: Change, comparison: Comparison) -> bool:
     )
 
 
-def _is_row_or_rename(change: Change) -> bool:
+def _is_row_or_axis_rename(change: Change) -> bool:
     """Whether a change affects rows, or only the names of mesh axes."""
     old, new = (_AXIS_NAME.sub("", text) for text in (change.old_text, change.new_text))
     return change.subject != "frame" or old == new
@@ -202,50 +204,50 @@ def _name_subjects(patterns: Sequence[str], noun: str) -> str:
     return name_containers(names, most=_MAX_SUBJECTS, noun=noun)
 
 
-def _describe_steps(comparison: Comparison) -> Iterator[Statement]:
+def _make_step_statements(comparison: Comparison) -> Iterator[Statement]:
     """Yield a statement about each step, and about each change that breaks training."""
     steps = [*zip(comparison.reported, comparison.sentences, strict=True)]
     renames = {id(step): text for step, text in steps if isinstance(step, Renamed)}
     timings = comparison.explanation is not None and comparison.explanation.timings
     is_all = len(renames) == len(steps) and not (comparison.remaining or timings)
-    unchanged = ["all communication is unchanged"] * is_all
+    unchanged = ["all communication is unchanged"] if is_all else []
     # A reviewer reads all renames at once, in place of the first.
     joined = "; ".join((*renames.values(), *unchanged))
     for step, text in steps:
         if id(step) not in renames:
             if not isinstance(step, Waits):
-                yield _describe_step(step, text, comparison)
+                yield _make_step_statement(step, text, comparison)
         elif id(step) == next(iter(renames)):
-            yield _describe_step(step, joined, comparison)
+            yield _make_step_statement(step, joined, comparison)
 
 
-def _describe_timings(comparison: Comparison) -> Iterator[Statement]:
+def _make_timing_statements(comparison: Comparison) -> Iterator[Statement]:
     explanation = comparison.explanation
     for timing in () if explanation is None else explanation.timings:
-        place = _name_places_of_calls(timing, comparison)
+        place = _locate_changed_calls(timing, comparison)
         yield Statement(severity="change", text=timing.describe(), place=place)
 
 
-def _describe_exposures(comparison: Comparison) -> Iterator[Statement]:
+def _make_exposure_statements(comparison: Comparison) -> Iterator[Statement]:
     """Yield a statement about each change in exposed calls."""
     for change in comparison.exposures:
         is_only = not (comparison.remaining or comparison.reported)
         severity: Severity = "change" if change.is_lost or is_only else "rest"
-        place = _name_places_of_calls(change, comparison)
+        place = _locate_changed_calls(change, comparison)
         yield Statement(severity=severity, text=change.describe(), place=place)
 
 
-def _describe_waits(comparison: Comparison) -> Iterator[Statement]:
+def _make_wait_statements(comparison: Comparison) -> Iterator[Statement]:
     """Yield a statement about each new host wait that is not the cause of exposed calls."""
     named = [step for cause in comparison.causes for step in cause.steps]
     for step, text in zip(comparison.reported, comparison.sentences, strict=True):
         if isinstance(step, Waits) and step not in named:
             # Waits that expose nothing matter less than calls that can no longer be hidden.
-            statement = _describe_step(step, text, comparison)
+            statement = _make_step_statement(step, text, comparison)
             yield replace(statement, severity="rest") if comparison.exposures else statement
 
 
-def _name_places_of_calls(change: ExposureChange | TimingChange, comparison: Comparison) -> str:
+def _locate_changed_calls(change: ExposureChange | TimingChange, comparison: Comparison) -> str:
     """Return ``at train.py:9``: the lines that issue the calls whose timing changed."""
     sites = tuple(
         (owner, site)
@@ -255,32 +257,34 @@ def _name_places_of_calls(change: ExposureChange | TimingChange, comparison: Com
         # FSDP gathers parameters wherever a module happens to run.
         if site.calls.role != Role.PARAMETERS and change.has_changed(site.calls)
     )
-    calls = _drop_backward_lines(NewCalls(sites))
-    return _describe_place(calls)
+    calls = _drop_backward_call_sites(NewCalls(sites))
+    return _describe_call_sites(calls)
 
 
-def _describe_step(step: TrainingChange | Step, text: str, comparison: Comparison) -> Statement:
+def _make_step_statement(
+    step: TrainingChange | Step, text: str, comparison: Comparison
+) -> Statement:
     breaks = any(step is problem for problem in comparison.training)
     calls = _find_new_calls_of_step(step, comparison)
     return Statement(
         severity="breaks training" if breaks else "change",
         text=text,
-        place=_describe_place(calls),
+        place=_describe_call_sites(calls),
         causes=tuple(cause.text for cause in comparison.causes if step in cause.steps),
         is_effect=isinstance(step, Step) and step.is_effect,
         sites=() if breaks else tuple(_list_call_sites(calls)[:_MAX_LINES]),
     )
 
 
-def _describe_cause(cause: Cause, comparison: Comparison) -> Statement:
+def _make_cause_statement(cause: Cause, comparison: Comparison) -> Statement:
     """State a likely cause; if the host waits, with the lines of code where it does."""
     calls = NewCalls.join(
         _find_new_calls_of_step(step, comparison) for step in cause.steps if isinstance(step, Waits)
     )
-    return Statement(severity="likely", text=cause.text, place=_describe_place(calls))
+    return Statement(severity="likely", text=cause.text, place=_describe_call_sites(calls))
 
 
-def _join_other_sizes(rows: Iterable[Change]) -> Iterable[Sequence[Change]]:
+def _group_except_sizes(rows: Iterable[Change]) -> Iterable[Sequence[Change]]:
     """Group new rows of modules, or lost ones, that differ only in the sizes of their calls."""
     groups: defaultdict[object, list[Change]] = defaultdict(list)
     for change in rows:
@@ -293,10 +297,10 @@ def _join_other_sizes(rows: Iterable[Change]) -> Iterable[Sequence[Change]]:
     return groups.values()
 
 
-def _describe_rows(changes: Sequence[Change], comparison: Comparison) -> Statement:
+def _make_rows_statement(changes: Sequence[Change], comparison: Comparison) -> Statement:
     """Describe changes that no step explains, and that share a line."""
     if len(changes) == 1:
-        return _describe_row(changes[0], comparison)
+        return _make_row_statement(changes[0], comparison)
     owners = chain.from_iterable(change.owners for change in changes)
     joined = replace(
         changes[0],
@@ -305,12 +309,12 @@ def _describe_rows(changes: Sequence[Change], comparison: Comparison) -> Stateme
     )
     sizes = [nbytes_of(change.before) + nbytes_of(change.after) for change in changes]
     amount = f"{show_nbytes(min(sizes))} to {show_nbytes(max(sizes))} per rank"
-    return _describe_row(joined, comparison, amount)
+    return _make_row_statement(joined, comparison, amount)
 
 
-def _describe_row(change: Change, comparison: Comparison, amount: str = "") -> Statement:
+def _make_row_statement(change: Change, comparison: Comparison, amount: str = "") -> Statement:
     """Describe a change that no step explains; `amount` replaces its bytes."""
-    sites = _list_call_sites(_drop_backward_lines(_find_new_calls_of_change(change, comparison)))
+    calls = _drop_backward_call_sites(_find_new_calls_of_change(change, comparison))
     # If parameters have new shapes, as many calls as before have new sizes.
     is_resized = change.subject == "collective" and any(
         isinstance(step, Step) and step.is_effect for step in comparison.reported
@@ -318,13 +322,13 @@ def _describe_row(change: Change, comparison: Comparison, amount: str = "") -> S
     return Statement(
         severity="change",
         text=_describe_change(change, amount),
-        place=_describe_site(change),
-        sites=tuple(sites[:_MAX_LINES]),
+        place=_describe_issuers(change),
+        sites=tuple(_list_call_sites(calls)[:_MAX_LINES]),
         is_effect=is_resized and count_calls(change.before) == count_calls(change.after),
     )
 
 
-def _add_sites(
+def _add_call_sites(
     main: Sequence[Statement], rest: Sequence[Statement], comparison: Comparison
 ) -> list[Statement]:
     """Add lines of code to what breaks training, and to the first change if no line is known."""
@@ -354,14 +358,14 @@ def _find_new_calls_of_step(step: TrainingChange | Step, comparison: Comparison)
     if not isinstance(step, Replaced) or step.writes != "rows":
         return NewCalls()
     return NewCalls.join(
-        _drop_backward_lines(comparison.new_calls(step, owner, key))
+        _drop_backward_call_sites(comparison.new_calls(step, owner, key))
         for owner in step.sending_owners
         for key in step.rows[owner]
         if key.subject in {"collective", "host_wait"}
     )
 
 
-def _drop_backward_lines(calls: NewCalls) -> NewCalls:
+def _drop_backward_call_sites(calls: NewCalls) -> NewCalls:
     """Remove lines that call ``.backward()``, because they issue all collectives of backward."""
     return replace(calls, sites=tuple(site for site in calls.sites if not site[1].is_of_backward))
 
@@ -379,12 +383,12 @@ def _list_call_sites(calls: NewCalls) -> list[str]:
     return [*dict.fromkeys(site.call_site for _, site in calls.sites if site.call_site)]
 
 
-def _describe_place(calls: NewCalls) -> str:
+def _describe_call_sites(calls: NewCalls) -> str:
     """Return ``at a.py:9 or b.py:17``; empty if no line is known."""
-    return f"at {_name_call_sites(calls)}" if _list_call_sites(calls) else ""
+    return f"at {_join_call_sites(calls)}" if _list_call_sites(calls) else ""
 
 
-def _name_call_sites(calls: NewCalls) -> str:
+def _join_call_sites(calls: NewCalls) -> str:
     """Format the lines that may have issued the calls: ``a.py:9 or b.py:17``."""
     lines = _list_call_sites(calls)
     more = len(lines) - _MAX_LINES
@@ -425,7 +429,7 @@ def _describe_amounts(change: Change, times: str = "") -> str:
             ranks_by_text[_describe_row_change(before, after, times)].append(rank)
     listed = [f"on {name_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
     more = len(listed) - _MAX_RANK_SETS
-    return "; ".join([*listed[:_MAX_RANK_SETS], *[f"{more} other changes"] * (more > 0)])
+    return "; ".join([*listed[:_MAX_RANK_SETS], *([f"{more} other changes"] if more > 0 else [])])
 
 
 def _describe_row_change(before: Row | None, after: Row | None, times: str) -> str:
@@ -485,21 +489,21 @@ def _show_amounts(amounts: Sequence[Row]) -> str:
     return " / ".join(listed) or "0"
 
 
-def _describe_site(change: Change) -> str:
+def _describe_issuers(change: Change) -> str:
     calls = change.new_calls
     issued_in = {site.issued_in for owner, site in calls.sites if site.issued_in != owner} - {None}
     if not issued_in:
-        calls = _drop_backward_lines(calls)
+        calls = _drop_backward_call_sites(calls)
     parts = []
     if issued_in:
         of = f"the {change.phase} of " if change.phase in _PASSES else ""
         parts.append(f"requested by {of}{name_modules(issued_in)}")
     if _list_call_sites(calls):
-        parts.append(f"called from {_name_call_sites(calls)}")
+        parts.append(f"called from {_join_call_sites(calls)}")
     return ", ".join(parts)
 
 
-def weight(change: Change) -> tuple[bool, bool, bool, int]:
+def change_sort_key(change: Change) -> tuple[bool, bool, bool, int]:
     """Return the sort key that puts the most important change first."""
     # Collectives come before unshards, which only repeat all-gathers, and before memory and assumed
     # values. In both groups, traffic that grows and gradients that shrink come before the rest.

@@ -32,7 +32,7 @@ def cost_lines(cost: Cost, *, width: int = _WIDTH) -> tuple[str, ...]:
     total += _describe_peak(cost, by_bytes)
     if total and not by_bytes and cost.after.nbytes:
         total.insert(0, "bytes unchanged")
-    total += _describe_unsized(cost, is_alone=not total)
+    total += _describe_calls_of_unknown_size(cost, is_alone=not total)
     return tuple(map(", ".join, filter(None, (total, _fit_on_one_line(parts, width)))))
 
 
@@ -97,7 +97,7 @@ def _describe_calls(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str],
     """Return statements about the total calls, and about the calls of each kind."""
     ranks = _describe_ranks_of_cost(cost)
 
-    def statement(part: PartCost | Cost, where: str) -> str:
+    def describe(part: PartCost | Cost, where: str) -> str:
         old, new = part.before.count, part.after.count
         if old == new:
             return f"calls unchanged {where} ({new} {ranks})"
@@ -106,8 +106,8 @@ def _describe_calls(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str],
         return f"{calls} {more} {where} ({old} -> {new} {ranks})"
 
     if len(changed) == 1:
-        return [statement(changed[0], f"in {_label(changed[0])}")], []
-    return [statement(cost, "in all")], [
+        return [describe(changed[0], f"in {_label(changed[0])}")], []
+    return [describe(cost, "in all")], [
         f"{_label(part)} {part.before.count} -> {part.after.count} calls" for part in changed
     ]
 
@@ -123,7 +123,7 @@ def _describe_peak(cost: Cost, changed: Sequence[PartCost]) -> list[str]:
     return [f"peak gathered {growth}({show_nbytes_change(before, after)} {where})"]
 
 
-def _describe_unsized(cost: Cost, *, is_alone: bool) -> list[str]:
+def _describe_calls_of_unknown_size(cost: Cost, *, is_alone: bool) -> list[str]:
     old, new = cost.before.unsized, cost.after.unsized
     if old == new:
         return ["calls of unknown size not included"] if new and not is_alone else []
@@ -180,7 +180,8 @@ def _count_calls_of_unknown_size(part: PartCost | Cost) -> tuple[int, int]:
 def _describe_ranks_of_cost(cost: Cost) -> str:
     if not cost.ranks:
         return "per rank"
-    return f"on {_name_ranks_briefly(cost.ranks)}{', the largest change' * cost.is_largest}"
+    largest = ", the largest change" if cost.is_largest else ""
+    return f"on {_name_ranks_briefly(cost.ranks)}{largest}"
 
 
 def _name_ranks_briefly(ranks: Sequence[int]) -> str:

@@ -221,7 +221,8 @@ def summarize_changes(failure: Failure) -> tuple[str, ...]:
     """Return a line for each change, with its likely causes; if there is none, the headline."""
     listed, more = first_of(failure.changes, _MOST_SUMMARIES)
     more += len(failure.select("rest")) if listed else 0
-    lines = [*(entry.summary for entry in listed), *[show_count(more, "more change")] * bool(more)]
+    lines = [entry.summary for entry in listed]
+    lines += [show_count(more, "more change")] if more else []
     return (*lines, *filter(None, [failure.problem]))
 
 
@@ -266,10 +267,10 @@ def join_failures(failures: Mapping[str, Failure], *, command: str, test: str) -
     changes = [[entry for entry in entries if entry.severity == "change"] for entries in named]
     changes.sort(key=lambda entries: all(entry and entry.is_effect for entry in entries))
     first = changes[0][0] if changes[0] else None
-    told = " ".join(first.causes) if first is not None else ""
+    first_causes = " ".join(first.causes) if first is not None else ""
     # If the cause says what the tree shows, another change of the recording comes second.
     changes[1:] = [
-        [None, *entries] if entries and _is_told(entries[0], told) else entries
+        [None, *entries] if entries and _is_named_in_causes(entries[0], first_causes) else entries
         for entries in changes[1:]
     ]
     in_turn = [entry for row in zip_longest(*changes) for entry in row if entry is not None]
@@ -298,7 +299,7 @@ def join_failures(failures: Mapping[str, Failure], *, command: str, test: str) -
     return replace(joined, head=head, heads=())
 
 
-def _is_told(change: Statement | None, causes: str) -> bool:
+def _is_named_in_causes(change: Statement | None, causes: str) -> bool:
     """Whether the causes of another change contain what a tree says about a module."""
     what = change.text.partition(": ")[2] if change is not None else ""
     return bool(what) and what in causes

@@ -48,7 +48,7 @@ def tree_rows(tree: ShardTree) -> Iterator[TreeRow]:
     for parameter in tree.parameters:
         parameters[parameter.module].append(parameter)
     units = tree.units_of()
-    content = _content_numbers(tree, children, parameters, units)
+    content = _number_modules_by_content(tree, children, parameters, units)
     pending: list[list[int]] = [[index] for index in reversed(children[None])]
     while pending:
         siblings = pending.pop()
@@ -65,17 +65,17 @@ def tree_rows(tree: ShardTree) -> Iterator[TreeRow]:
             parameters=tuple(parameters[index]),
             same_as="" if node.alias_of is None else escape(tree.module_fqn(node.alias_of)),
         )
-        groups = groupby(children[index], key=lambda i: _group_key(tree, i, content))
+        groups = groupby(children[index], key=lambda i: _sibling_group_key(tree, i, content))
         pending += reversed([list(group) for _, group in groups])
 
 
-def _group_key(tree: ShardTree, index: int, content: Sequence[int]) -> tuple[bool, int]:
+def _sibling_group_key(tree: ShardTree, index: int, content: Sequence[int]) -> tuple[bool, int]:
     # Only numbered siblings, such as the layers of a stack, share a row.
     is_numbered = tree.modules[index].name.isdecimal()
     return (is_numbered, content[index] if is_numbered else index)
 
 
-def _content_numbers(
+def _number_modules_by_content(
     tree: ShardTree,
     children: Mapping[int | None, Sequence[int]],
     parameters: Mapping[int, Sequence[ParameterNode]],
@@ -88,7 +88,7 @@ def _content_numbers(
     # is then enough to compare the numbers of their children, not their entire subtrees.
     for index in reversed(range(len(tree.modules))):
         node = tree.modules[index]
-        below = tuple(
+        submodules = tuple(
             (tree.modules[child].name, content[child]) for child in children.get(index, ())
         )
         entries = tuple(
@@ -99,7 +99,7 @@ def _content_numbers(
             replace(unit, modules=(), parameters=(), forward_prefetch=(), backward_prefetch=())
             for unit in units.get(index, ())
         )
-        drawn = (node.class_name, node.wrappers, node.alias_of, entries, below, policies)
+        drawn = (node.class_name, node.wrappers, node.alias_of, entries, submodules, policies)
         content[index] = numbers.setdefault(drawn, len(numbers))
     return content
 
@@ -169,8 +169,8 @@ _HEADINGS: Final[_Line] = ("module", "policy or placement", "gathered", "kept")
 
 def render_tree(tree: ShardTree) -> str:
     """Format modules and parameters as a text table, with policies, placements and bytes."""
-    lines = [_HEADINGS, *(line for row in tree_rows(tree) for line in _row_lines(row))]
-    first, second, third, fourth = (max(len(line[at]) for line in lines) for at in range(4))
+    lines = [_HEADINGS, *(line for row in tree_rows(tree) for line in _format_row_lines(row))]
+    first, second, third, fourth = (max(map(len, column)) for column in zip(*lines, strict=True))
     drawn = []
     for module, policy, gathered, sharded in lines:
         row = f"{module:{first}}  {policy:{second}}  {gathered:>{third}}  {sharded:>{fourth}}"
@@ -180,7 +180,7 @@ def render_tree(tree: ShardTree) -> str:
     return printable("\n".join([summary_words(tree), "", *drawn]), "\n")
 
 
-def _row_lines(row: TreeRow) -> Iterator[_Line]:
+def _format_row_lines(row: TreeRow) -> Iterator[_Line]:
     indent = "  " * min(row.depth, MAX_DEPTH)
     count = f" x{row.count}" if row.count > 1 else ""
     label = f"{indent}{row.name}{count} [{row.class_name}]{relation_words(row)}"
@@ -190,13 +190,13 @@ def _row_lines(row: TreeRow) -> Iterator[_Line]:
         yield (label, policy, gathered, show_nbytes(unit.nbytes_kept))
         label = indent
     if not row.has_parameter_rows and row.parameters:
-        yield _parameter_line(f"{label} ", row.parameters[0])
+        yield _format_parameter_line(f"{label} ", row.parameters[0])
         return
     if not row.units:
         yield (label, "", "", "")
     for parameter in row.parameters:
-        yield _parameter_line(f"{indent}  . ", parameter)
+        yield _format_parameter_line(f"{indent}  . ", parameter)
 
 
-def _parameter_line(label: str, parameter: ParameterNode) -> _Line:
+def _format_parameter_line(label: str, parameter: ParameterNode) -> _Line:
     return (label + parameter_words(parameter), placement_words(parameter), "", "")

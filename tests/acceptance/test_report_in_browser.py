@@ -16,7 +16,7 @@ from report_values import (
     with_overlap,
 )
 
-from pytest_fsdp_comm.reports.html.pages import render_pages, tree_page
+from pytest_fsdp_comm.reports.html.pages import render_pages, render_tree_page
 from pytest_fsdp_comm.reports.html.values import Run, timeline_of
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 from pytest_fsdp_comm.text.words import show_nbytes
@@ -119,7 +119,7 @@ CELLS = """
 
 def test_all_that_tables_tell_is_on_a_small_screen(browser, pages, tmp_path):
     tree, ranks = tmp_path / "tree.html", tmp_path / "ranks.html"
-    tree.write_text(tree_page(stack(odd=7)), encoding="utf-8")
+    tree.write_text(render_tree_page(stack(odd=7)), encoding="utf-8")
     unlike = profile_of(*(record_step(2, extra=rank, rank=rank) for rank in range(4)))
     differing = replace(compared(record_step(2), record_step(3)), new=format_profile(unlike))
     (_, page), _ = render_pages(Run(tests=(result(differing),)), read)
@@ -302,7 +302,7 @@ def test_bytes_are_drawn_as_tables_write_them(draw):
 def test_a_tree_has_a_bar_for_each_unit(browser, tmp_path):
     tree = stack(odd=7)
     tree = replace(tree, units=(replace(tree.units[0], nbytes_gathered=8192), *tree.units[1:]))
-    (tmp_path / "tree.html").write_text(tree_page(tree), encoding="utf-8")
+    (tmp_path / "tree.html").write_text(render_tree_page(tree), encoding="utf-8")
     browser.show(tmp_path / "tree.html", width=360)
     assert browser.complaints == []
     assert browser.evaluate(OVERFLOW) == 0

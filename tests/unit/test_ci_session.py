@@ -110,11 +110,11 @@ def test_other_tests_failures_are_not_reported():
 
 def test_failure_outside_checkout_is_placed_at_test():
     (failed,) = outcomes_of(report(path="/checkout/.venv/lib/site-packages/torch/x.py")).failed
-    assert (failed.place.path, failed.place.line) == ("sub/t.py", 5)
+    assert (failed.location.path, failed.location.line) == ("sub/t.py", 5)
     (failed,) = outcomes_of(report(path="/elsewhere/x.py")).failed
-    assert failed.place.path == "sub/t.py"
+    assert failed.location.path == "sub/t.py"
     (failed,) = outcomes_of(report()).failed
-    assert (failed.place.path, failed.place.line) == ("sub/t.py", 7)
+    assert (failed.location.path, failed.location.line) == ("sub/t.py", 7)
 
 
 def test_call_sites_outside_checkout_are_dropped():

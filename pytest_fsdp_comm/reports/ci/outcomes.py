@@ -22,12 +22,12 @@ def group_changes(failures: Mapping[str, Failure | None]) -> list[list[str]]:
     groups: dict[object, list[str]] = {}
     for nodeid, failure in failures.items():
         is_accepted = failure is not None and failure.accept and not failure.is_missing
-        key = _change_key(failure, nodeid) if failure and is_accepted else nodeid
+        key = _make_change_key(failure, nodeid) if failure and is_accepted else nodeid
         groups.setdefault(key, []).append(nodeid)
     return list(groups.values())
 
 
-def _change_key(failure: Failure, nodeid: str) -> object:
+def _make_change_key(failure: Failure, nodeid: str) -> object:
     """Return a key that is equal for tests with the same change, even if its numbers differ."""
     module = re.escape(Path(nodeid.partition("::")[0]).name)
     site = rf"(?<![^ ,])[^ ,]*\b{module}:\d+"
@@ -55,7 +55,7 @@ def make_joint_accept_command(failures: Sequence[Failure]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class FileLine:
     """A line of a file in the repository."""
 
     path: str
@@ -70,9 +70,9 @@ class FailedTest:
     nodeid: str
     reason: str
     """The headline, the first line of the error, or the first lines of the report about a hang."""
-    place: Place | None
+    location: FileLine | None
     """The line that failed; None if it is outside the checkout."""
-    sent: tuple[tuple[Place, str], ...] = ()
+    sent: tuple[tuple[FileLine, str], ...] = ()
     """The lines that issue new calls, or the line that hangs, if they are in the checkout, each
     with a text."""
     failure: Failure | None = None
@@ -133,25 +133,25 @@ class Origin:
         """The URL of the commit; empty if unknown."""
         return f"{self.address}/commit/{_quote_for_url(self.commit)}" if self.address else ""
 
-    def line_address(self, place: Place | None) -> str:
+    def line_address(self, location: FileLine | None) -> str:
         """Return the URL of a line of the checkout; empty if unknown."""
-        if place is None or not self.address:
+        if location is None or not self.address:
             return ""
-        commit, path = _quote_for_url(self.commit), _quote_for_url(place.path)
-        return f"{self.address}/blob/{commit}/{path}#L{place.line}"
+        commit, path = _quote_for_url(self.commit), _quote_for_url(location.path)
+        return f"{self.address}/blob/{commit}/{path}#L{location.line}"
 
     def relative_directory(self, path: Path) -> str:
         """Return a directory relative to the checkout; empty at its top, or outside of it."""
-        place = self.place(path, 1, root=path)
-        return "" if place is None or place.path == "." else place.path
+        location = self.locate(path, 1, root=path)
+        return "" if location is None or location.path == "." else location.path
 
-    def place(self, path: Path, line: int, *, root: Path) -> Place | None:
-        """Return the `Place` of a line, or None if the line is outside the checkout."""
+    def locate(self, path: Path, line: int, *, root: Path) -> FileLine | None:
+        """Return the `FileLine` of a line, or None if the line is outside the checkout."""
         top = Path(self.top or root)
         # Resolve symlinks only if the unresolved path is not in the checkout.
-        for at, below in ((Path(os.path.abspath(path)), top), (path.resolve(), top.resolve())):  # noqa: PTH100  # see above
-            if at.is_relative_to(below):
-                return Place(path=at.relative_to(below).as_posix(), line=line)
+        for file, base in ((Path(os.path.abspath(path)), top), (path.resolve(), top.resolve())):  # noqa: PTH100  # see above
+            if file.is_relative_to(base):
+                return FileLine(path=file.relative_to(base).as_posix(), line=line)
         return None
 
 
@@ -165,20 +165,20 @@ def read_origin(environment: Mapping[str, str]) -> Origin:
     if "PYTEST_CURRENT_TEST" in environment:
         return Origin()
 
-    def first(*names: str) -> str:
+    def read_first(*names: str) -> str:
         return next((environment[name] for name in names if environment.get(name)), "")
 
-    server, repository = first("GITHUB_SERVER_URL"), first("GITHUB_REPOSITORY")
-    project, commit = first("CI_PROJECT_URL"), first("GITHUB_SHA", "CI_COMMIT_SHA")
+    server, repository = read_first("GITHUB_SERVER_URL"), read_first("GITHUB_REPOSITORY")
+    project, commit = read_first("CI_PROJECT_URL"), read_first("GITHUB_SHA", "CI_COMMIT_SHA")
     address = f"{server}/{repository}" if server and repository else project and f"{project}/-"
     # A link with a different scheme, such as javascript:, could run code.
     address = address if commit and address.startswith(("https://", "http://")) else ""
-    run, job = (_quote_for_url(first(name)) for name in ("GITHUB_RUN_ID", "CI_JOB_ID"))
+    run, job = (_quote_for_url(read_first(name)) for name in ("GITHUB_RUN_ID", "CI_JOB_ID"))
     run_page = f"jobs/{job}/artifacts/browse" if job else run and f"actions/runs/{run}#artifacts"
     return Origin(
         commit=commit,
-        branch=first("GITHUB_HEAD_REF", "GITHUB_REF_NAME", "CI_COMMIT_REF_NAME"),
+        branch=read_first("GITHUB_HEAD_REF", "GITHUB_REF_NAME", "CI_COMMIT_REF_NAME"),
         address=address,
         run_address=f"{address}/{run_page}" if address and run_page else "",
-        top=first("GITHUB_WORKSPACE", "CI_PROJECT_DIR"),
+        top=read_first("GITHUB_WORKSPACE", "CI_PROJECT_DIR"),
     )

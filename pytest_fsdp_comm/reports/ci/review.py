@@ -11,24 +11,15 @@ from typing import Final
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.reports.ci.outcomes import (
     FailedTest,
+    FileLine,
     Origin,
     Outcomes,
-    Place,
     has_other_amounts,
     make_joint_accept_command,
     summarize_group,
 )
-from pytest_fsdp_comm.reports.explanation import (
-    failure_sort_key,
-    summarize_changes,
-)
-from pytest_fsdp_comm.text.words import (
-    cut,
-    first_of,
-    hide_amounts,
-    shorten,
-    show_count,
-)
+from pytest_fsdp_comm.reports.explanation import failure_sort_key, summarize_changes
+from pytest_fsdp_comm.text.words import cut, first_of, hide_amounts, shorten, show_count
 
 # Limits on the parts of a summary. If the summaries of a step exceed 1 MiB in total, GitHub drops
 # all of them.
@@ -58,7 +49,7 @@ _AMOUNTS: Final = "Numbers of the first test; those of the other tests differ"
 
 def render_summary(outcomes: Outcomes, origin: Origin) -> str:
     """Return a session's summary as Markdown that fits within GitHub's size limit."""
-    parts = [f"{_headline(outcomes)}\n\n"]
+    parts = [f"{_write_summary_heading(outcomes)}\n\n"]
     if outcomes.ended_early:
         parts += [f"{escape_text(outcomes.ended_early)}\n\n"]
     if outcomes.failed:
@@ -66,7 +57,7 @@ def render_summary(outcomes: Outcomes, origin: Origin) -> str:
         parts += ["| test | what differs | cost |\n| --- | --- | --- |\n"]
         listed, more = first_of(changes, _MAX_ROWS)
         parts += [_write_table_row(tests, origin) for tests in listed]
-        parts += [f"| {more} more | | |\n"] * bool(more) + ["\n"]
+        parts += [f"| {more} more | | |\n\n" if more else "\n"]
         explained = [tests for tests in changes if tests[0].failure]
         can_accept = any(tests[0].failure and tests[0].failure.accept for tests in explained)
         if outcomes.directory and can_accept:
@@ -74,18 +65,18 @@ def render_summary(outcomes: Outcomes, origin: Origin) -> str:
             parts += [f"Run the commands in {directory}.\n\n"]
         listed, more = first_of(explained, _MAX_DETAILS)
         parts += [_write_details_section(tests) for tests in listed]
-        parts += [f"The explanations of {more} more changes are in the log.\n\n"] * bool(more)
+        parts += [f"The explanations of {more} more changes are in the log.\n\n"] if more else []
         parts += _describe_artifacts(outcomes, origin, can_accept=can_accept)
     if outcomes.unused:
         files = show_count(len(outcomes.unused), "snapshot file")
         parts += [f"{files} unused; the log has the command that removes them:\n\n"]
         paths, more = first_of(outcomes.unused, _MAX_UNUSED)
         parts += [f"- <code>{_shorten_and_escape(path)}</code>\n" for path in paths]
-        parts += [f"- {more} more\n"] * bool(more) + ["\n"]
+        parts += [f"- {more} more\n\n" if more else "\n"]
     return "".join(parts)
 
 
-def _headline(outcomes: Outcomes) -> str:
+def _write_summary_heading(outcomes: Outcomes) -> str:
     changed = sum(test.failure is not None for test in outcomes.failed)
     unrelated = len(outcomes.failed) - changed
     compared = (
@@ -131,20 +122,16 @@ def _write_table_row(tests: Sequence[FailedTest], origin: Origin) -> str:
     for test in listed:
         # Let browsers break a long id, because an unbroken id would leave no room for the cost.
         name = f"<code>{_SEPARATOR.sub(BREAK, _shorten_and_escape(test.nodeid))}</code>"
-        address = origin.line_address(test.place)
+        address = origin.line_address(test.location)
         names.append(f'<a href="{address}">{name}</a>' if address else name)
-    names += [f"and {more} more"] * bool(more)
+    names += [f"and {more} more"] if more else []
     failure = tests[0].failure
     costs = [entry.text for entry in failure.select("cost")] if failure else []
-    costs += [_AMOUNTS] if _has_other_amounts(tests) else []
+    costs += [_AMOUNTS] if has_other_amounts(test.failure for test in tests) else []
     # Prefer the summaries, because the headline in `reason` has only the first of several changes.
     lines = summarize_changes(failure) if failure else tests[0].reason.splitlines()
     changes, cost = ("<br>".join(map(_shorten_and_escape, side)) for side in (lines, costs))
     return f"| {'<br>'.join(names)} | {changes} | {cost} |\n"
-
-
-def _has_other_amounts(tests: Sequence[FailedTest]) -> bool:
-    return has_other_amounts(test.failure for test in tests)
 
 
 def _write_details_section(tests: Sequence[FailedTest]) -> str:
@@ -155,11 +142,11 @@ def _write_details_section(tests: Sequence[FailedTest]) -> str:
     if len(tests) > 1:
         summary = f"{len(tests)} tests: {_shorten_and_escape(summarize_group(first))}"
         listed, more = first_of(tests, _MAX_DETAIL_NAMES)
-        names = "\n".join(test.nodeid for test in listed) + f"\nand {more} more" * bool(more)
-        names = f"{fence(cut(names, _MAX_DETAIL))}\n\n"
+        nodeids = [*(test.nodeid for test in listed), *([f"and {more} more"] if more else [])]
+        names = f"{fence(cut(chr(10).join(nodeids), _MAX_DETAIL))}\n\n"
         # Drop the first line, which names only the first test's snapshot.
         lines = tuple(line.removeprefix("  ") for line in first.lines[1:])
-        names += f"{_AMOUNTS}:\n\n" if _has_other_amounts(tests) else ""
+        names += f"{_AMOUNTS}:\n\n" if has_other_amounts(failures) else ""
     accept = make_joint_accept_command(failures)
     how = "To record it" if first.is_missing else f"To accept it{first.although}"
     # Omit a command that is too long: a truncated command would accept something else.
@@ -193,17 +180,17 @@ def fence(text: str) -> str:
 def annotate(outcomes: Outcomes) -> list[str]:
     """Return one annotation for each change, at its call site or else at a failed assertion."""
     # Tests may have a change with different amounts, so keep only the first text of each change.
-    causes: dict[tuple[Place, str], tuple[str, list[FailedTest]]] = {}
+    causes: dict[tuple[FileLine, str], tuple[str, list[FailedTest]]] = {}
     for test in sorted(outcomes.failed, key=lambda test: failure_sort_key(test.failure)):
-        for place, text in test.sent:
-            tests = causes.setdefault((place, hide_amounts(text)), (text, []))[1]
+        for location, text in test.sent:
+            tests = causes.setdefault((location, hide_amounts(text)), (text, []))[1]
             tests += [test] if test not in tests else []
     for tests in outcomes.changes:
         first = tests[0]
         is_unsent = first.failure and not any(test.sent for test in tests)
-        if outcomes.annotates_all and first.place and is_unsent:
-            causes.setdefault((first.place, first.reason), (first.reason, []))[1].extend(tests)
-    commands = [_annotation(place, text, tests) for (place, _), (text, tests) in causes.items()]
+        if outcomes.annotates_all and first.location and is_unsent:
+            causes.setdefault((first.location, first.reason), (first.reason, []))[1].extend(tests)
+    commands = [_write_annotation(line, text, tests) for (line, _), (text, tests) in causes.items()]
     more = len(commands) - _MAX_ANNOTATIONS
     if more <= 1:
         return commands
@@ -211,7 +198,7 @@ def annotate(outcomes: Outcomes) -> list[str]:
     return [*commands[:_MAX_ANNOTATIONS], last]
 
 
-def _annotation(place: Place, text: str, tests: Sequence[FailedTest]) -> str:
+def _write_annotation(location: FileLine, text: str, tests: Sequence[FailedTest]) -> str:
     first, more = tests[0], len(tests) - 1
     where = f"{first.nodeid} and {show_count(more, 'more test')}" if more else first.nodeid
     # Tests that need the same options share a command.
@@ -224,9 +211,10 @@ def _annotation(place: Place, text: str, tests: Sequence[FailedTest]) -> str:
         for (although, _), same in groups.items()
     ]
     is_short = sum(map(len, accepts)) < _MAX_MESSAGE // 2
-    message = cut("\n".join((text, f"fails {where}", *accepts * is_short)), _MAX_MESSAGE)
+    lines = (text, f"fails {where}", *(accepts if is_short else ()))
+    message = cut("\n".join(lines), _MAX_MESSAGE)
     title = shorten(text.partition("\n")[0], _MAX_TITLE)
-    at = f"file={_escape_property(place.path)},line={place.line}"
+    at = f"file={_escape_property(location.path)},line={location.line}"
     return f"::error {at},title={_escape_property(title)}::{_escape_message(message)}"
 
 

@@ -129,8 +129,8 @@ def render_pages(
         test = _make_test_data("", result, read)
         rows.append(test["row"])
         data = _write_timelines_json(test["sections"])
-        yield f"tests/{test['row'].page}", _render("test.html.jinja", test=test, data=data)
-    yield "index.html", _index_page(run, sorted(rows, key=_row_sort_key))
+        yield f"tests/{test['row'].page}", _render_template("test.html.jinja", test=test, data=data)
+    yield "index.html", _render_index(run, sorted(rows, key=_row_sort_key))
 
 
 def render_single_page(run: Run, read: Callable[[str], CommProfile | TreeProfile]) -> str:
@@ -139,7 +139,7 @@ def render_single_page(run: Run, read: Callable[[str], CommProfile | TreeProfile
         _make_test_data(f"t{number}-", result, read) for number, result in enumerate(run.tests)
     ]
     tests.sort(key=lambda test: _row_sort_key(test["row"]))
-    return _index_page(run, [test["row"] for test in tests], tests[:_MAX_TESTS])
+    return _render_index(run, [test["row"] for test in tests], tests[:_MAX_TESTS])
 
 
 def _row_sort_key(row: _TestRow) -> tuple[int, int]:
@@ -147,9 +147,9 @@ def _row_sort_key(row: _TestRow) -> tuple[int, int]:
     return failure_sort_key(row.failure), row.status.rank
 
 
-def _index_page(run: Run, rows: Sequence[_TestRow], tests: Sequence[dict[str, Any]] = ()) -> str:
+def _render_index(run: Run, rows: Sequence[_TestRow], tests: Sequence[dict[str, Any]] = ()) -> str:
     severities = [row.failure.severity for row in rows if row.failure]
-    return _render(
+    return _render_template(
         "index.html.jinja",
         run=run,
         rows=rows[:_MAX_TESTS],
@@ -161,7 +161,7 @@ def _index_page(run: Run, rows: Sequence[_TestRow], tests: Sequence[dict[str, An
     )
 
 
-def _test_row(result: Result, sections: Sequence[dict[str, Any]]) -> _TestRow:
+def _make_test_row(result: Result, sections: Sequence[dict[str, Any]]) -> _TestRow:
     path, _, name = result.nodeid.partition("::")
     # The sections are sorted, so a recording that differs comes first.
     cost = next((section["cost"] for section in sections if section["cost"]), None)
@@ -200,7 +200,7 @@ def _make_test_data(
     return {
         "id": prefix,
         "result": result,
-        "row": _test_row(result, sections),
+        "row": _make_test_row(result, sections),
         "sections": rendered,
         "left_out": len(sections) - len(rendered),
         # Prefer the recorded world size: a test without ranks may create a process group.
@@ -214,13 +214,13 @@ def _make_section_data(
 ) -> dict[str, Any]:
     """Return the template's data about a value, whose HTML ids begin with `prefix`."""
 
-    def profile(text: str) -> CommProfile | TreeProfile | None:
+    def read_profile(text: str) -> CommProfile | TreeProfile | None:
         try:
             return read(text) if text else None
         except FsdpCommError:
             return None
 
-    old, new = profile(value.old), profile(value.new)
+    old, new = read_profile(value.old), read_profile(value.new)
     named, made_with = _FILE_PART.search(value.file), _MADE_WITH.match(value.new)
     part = named[1] if named else value.name
     timelines = [timeline for timeline in value.timelines if timeline.order]
@@ -235,7 +235,7 @@ def _make_section_data(
         "world_size": new.world_size if new else 0,
         "rows": [],
         "cost": None,
-        "tree": _tree_view(value.tree, _MAX_SECTION_ROWS) if value.tree else None,
+        "tree": _make_tree_data(value.tree, _MAX_SECTION_ROWS) if value.tree else None,
         "timelines": timelines[:_MAX_CHARTS],
         "undrawn": [rank for timeline in timelines[_MAX_CHARTS:] for rank in timeline.ranks],
     }
@@ -252,12 +252,12 @@ def _make_section_data(
     return section
 
 
-def tree_page(tree: ShardTree) -> str:
+def render_tree_page(tree: ShardTree) -> str:
     """Render a page about one tree."""
-    return _render("tree.html.jinja", view=_tree_view(tree, _MAX_TREE_ROWS))
+    return _render_template("tree.html.jinja", view=_make_tree_data(tree, _MAX_TREE_ROWS))
 
 
-def _tree_view(tree: ShardTree, most: int) -> dict[str, Any]:
+def _make_tree_data(tree: ShardTree, most: int) -> dict[str, Any]:
     """Return the template's data about a tree, with up to `most` rows."""
     rows = list(tree_rows(tree))
     return {
@@ -287,7 +287,7 @@ def _write_timelines_json(sections: Sequence[dict[str, Any]]) -> str:
     # do not run scripts.
     entries: dict[tuple[str | int | None, ...], int] = {}
 
-    def place(entry: Entry) -> int:
+    def number_entry(entry: Entry) -> int:
         overlap = (entry.overlap,) if entry.overlap else ()
         values = (entry.operation, entry.module, entry.phase, entry.axis, entry.nbytes, *overlap)
         return entries.setdefault(values, len(entries))
@@ -296,8 +296,8 @@ def _write_timelines_json(sections: Sequence[dict[str, Any]]) -> str:
     for section in sections:
         timelines = []
         for timeline in section["timelines"]:
-            places = [place(entry) for entry in timeline.entries]
-            order = [places[at] for at in timeline.order]
+            numbers = [number_entry(entry) for entry in timeline.entries]
+            order = [numbers[index] for index in timeline.order]
             timelines.append({"order": order, "peak": timeline.peak, "left_out": timeline.left_out})
         differing = sorted(section["differing"], key=str)
         drawn[section["id"]] = {"differing": differing, "timelines": timelines}
@@ -314,7 +314,7 @@ def _write_timelines_json(sections: Sequence[dict[str, Any]]) -> str:
 # positions elements through their style properties, which the policy allows.
 
 
-def _render(template: str, **values: Any) -> str:
+def _render_template(template: str, **values: Any) -> str:
     text = _make_jinja_environment().get_template(template).render(**values)
     # A test's id may contain a lone surrogate, which UTF-8 cannot encode.
     return text.encode("utf-8", "replace").decode("utf-8")
@@ -348,8 +348,8 @@ def _make_jinja_environment() -> Environment:
         style=style,
         script=script,
         policy=(
-            f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
-            "base-uri 'none'; form-action 'none'"
+            f"default-src 'none'; style-src '{_make_csp_hash(style)}'; "
+            f"script-src '{_make_csp_hash(script)}'; base-uri 'none'; form-action 'none'"
         ),
     )
     return environment
@@ -373,6 +373,6 @@ def _read_asset(name: str) -> str:
     return (resources.files(__package__) / "templates" / name).read_text(encoding="utf-8")
 
 
-def _digest(text: str) -> str:
+def _make_csp_hash(text: str) -> str:
     """Return a text's digest as the page's policy lists it (see Note [Safe pages])."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

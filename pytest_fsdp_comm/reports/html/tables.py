@@ -26,7 +26,7 @@ MARKS: Final[dict[Mark, tuple[str, str]]] = {
 
 _TOTAL: Final = "bytes in all"
 _PEAK: Final = "peak gathered"
-_PHASES: Final = {phase: place for place, phase in enumerate(Phase)}
+_PHASES: Final = {phase: index for index, phase in enumerate(Phase)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +67,9 @@ def side_rows(
     # Modules with the same calls before, and the same calls after, share a row.
     owners_of: defaultdict[tuple[RowKey, str, str], list[str | None]] = defaultdict(list)
     for (owner, key), (before, after) in places.items():
-        was, now = _show_rows_calls(before), _show_rows_calls(after)
+        was, now = _show_calls_of_rows(before), _show_calls_of_rows(after)
         if was != now:
-            was = _show_rows_calls(complete.get((owner, key, row.ranks), row) for row in before)
+            was = _show_calls_of_rows(complete.get((owner, key, row.ranks), row) for row in before)
         owners_of[key, was, now].append(owner)
     rows = []
     for (key, was, now), owners in owners_of.items():
@@ -95,7 +95,7 @@ def differing_modules(rows: Iterable[SideRow]) -> set[str | None]:
     }
 
 
-def _show_rows_calls(rows: Iterable[Row]) -> str:
+def _show_calls_of_rows(rows: Iterable[Row]) -> str:
     texts = []
     for row in rows:
         calls = ", ".join(map(show_calls, row.calls))
@@ -123,24 +123,24 @@ class CostRow:
 def cost_rows(cost: Cost) -> list[CostRow]:
     """Return the calls, bytes and peak memory of one rank, before and after a change."""
 
-    def row(label: str, old: int, new: int, before: str, after: str) -> CostRow:
+    def make_row(label: str, old: int, new: int, before: str, after: str) -> CostRow:
         change = show_growth(old, new) if old != new else ""
         return CostRow(label=label, before=before, after=after, change=change)
 
     rows = []
     for kind in cost.collectives:
         old, new = (volume.count + volume.unsized for volume in (kind.before, kind.after))
-        rows.append(row(f"{kind.kind}[{kind.axis}] calls", old, new, f"{old:_}", f"{new:_}"))
+        rows.append(make_row(f"{kind.kind}[{kind.axis}] calls", old, new, f"{old:_}", f"{new:_}"))
     volumes: list[tuple[str, PartCost | Cost]] = [(_TOTAL, cost)]
     if len(cost.axes) > 1:
         volumes[:0] = [(f"bytes on {axis.axis}", axis) for axis in cost.axes]
     for label, part in volumes:
         sides = (show_nbytes(side.nbytes, side.unsized) for side in (part.before, part.after))
-        rows.append(row(label, part.before.nbytes, part.after.nbytes, *sides))
+        rows.append(make_row(label, part.before.nbytes, part.after.nbytes, *sides))
     sizes = [(_PEAK, cost.peak_before, cost.peak_after)]
     if cost.exposed_before or cost.exposed_after:  # real ranks do not record overlap
         sizes[:0] = [("exposed", cost.exposed_before, cost.exposed_after)]
-    rows += [row(label, old, new, *map(show_nbytes, (old, new))) for label, old, new in sizes]
+    rows += [make_row(label, old, new, *map(show_nbytes, (old, new))) for label, old, new in sizes]
     return rows
 
 
@@ -190,11 +190,11 @@ class _Node:
     total: defaultdict[Column, list[int]] = field(default_factory=_make_zero_cells)
     children: dict[str, _Node] = field(default_factory=dict)
 
-    def key(self) -> object:
+    def make_key(self) -> object:
         """Return a key that is equal for modules with equal communication, including submodules."""
         cells = sorted((column, *sides) for column, sides in self.direct.items())
-        below = sorted((name, child.key()) for name, child in self.children.items())
-        return tuple(cells), tuple(below)
+        submodules = sorted((name, child.make_key()) for name, child in self.children.items())
+        return tuple(cells), tuple(submodules)
 
 
 def module_table(old: CommProfile, new: CommProfile) -> ModuleTable:
@@ -261,7 +261,7 @@ def _group_equal_children(children: Mapping[str, _Node]) -> list[tuple[str, int,
     """Group numbered children that are equal; return each group's name pattern, size and node."""
     groups: defaultdict[object, list[str]] = defaultdict(list)
     for name in sorted(children, key=lambda name: (name == NO_MODULE, natural_key(name))):
-        groups[children[name].key() if name.isdecimal() else name].append(name)
+        groups[children[name].make_key() if name.isdecimal() else name].append(name)
     return [
         (
             names[0] if names[0] == NO_MODULE else ",".join(fold_fqns(names)),

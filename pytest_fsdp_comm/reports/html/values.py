@@ -110,18 +110,17 @@ def _describe_overlap(event: Collective, units: Collection[str]) -> str:
     if event.exposed:
         return "exposed"
     # A layer has many modules with FLOPs. Name its FSDP unit instead, except for the root's unit.
-    modules = dict.fromkeys(_find_unit_or_module(each.module, units) for each in event.beside)
-    flops = sum(each.flops for each in event.beside)
+    names = (work.module for work in event.beside)
+    modules = dict.fromkeys(_find_enclosing_unit(name, units) or name for name in names)
+    flops = sum(work.flops for work in event.beside)
     return f"beside {name_owners(modules)} ({show_flops(flops)})"
 
 
-def _find_unit_or_module(module: str | None, units: Collection[str]) -> str | None:
+def _find_enclosing_unit(module: str | None, units: Collection[str]) -> str:
     name = module or ""
-    while name:
-        if name in units:
-            return name
+    while name and name not in units:
         name = name.rpartition(".")[0]
-    return module
+    return name
 
 
 def share_timelines(timelines: Iterable[Timeline]) -> tuple[Timeline, ...]:

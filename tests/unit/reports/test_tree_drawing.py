@@ -10,7 +10,7 @@ from report_values import DP, parameter, stack, unit
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
-from pytest_fsdp_comm.reports.html.pages import tree_page
+from pytest_fsdp_comm.reports.html.pages import render_tree_page
 from pytest_fsdp_comm.reports.trees import policy_words, render_tree, tree_rows
 from pytest_fsdp_comm.tree.finding import Finding
 from pytest_fsdp_comm.tree.model import ModuleNode, Precision, dump_tree, load_tree
@@ -87,7 +87,7 @@ def test_a_replicated_unit_is_marked_as_one():
     copies = {"shard_axis": None, "replicate_axis": DP, "nbytes_gathered": 0}
     tree = replace(tree, units=(replace(tree.units[0], kind="ddp", **copies), tree.units[1]))
     assert "(root) [Model]  REPLICATED dp=4" in re.sub(" {2,}", "  ", render_tree(tree))
-    assert "<b>REPLICATED</b> dp=4" in tree_page(tree)
+    assert "<b>REPLICATED</b> dp=4" in render_tree_page(tree)
 
 
 def test_every_module_is_in_exactly_one_row():
@@ -109,7 +109,7 @@ def test_a_finding_is_below_the_tree():
 def test_the_page_is_whole_and_has_a_bar_for_each_unit():
     tree = replace(stack(odd=7), findings=(FINDING,))
     tree = replace(tree, units=(replace(tree.units[0], nbytes_gathered=8192), *tree.units[1:]))
-    page = tree_page(tree)
+    page = render_tree_page(tree)
     check_page(page)
     bars = re.findall(r'data-gathered="([^"]*)" data-kept="([^"]*)"', page)
     assert bars == [("8192", "1024"), *[("2048", "1024")] * 3]
@@ -125,7 +125,7 @@ def test_user_names_are_escaped_on_the_page():
     alias = ModuleNode(name="again", parent=0, depth=1, class_name="Block", alias_of=4)
     finding = replace(FINDING, fqns=(markup,), reason=markup, cure=markup)
     tree = replace(tree, modules=(*tree.modules, named, alias), findings=(finding,))
-    page = tree_page(tree)
+    page = render_tree_page(tree)
     check_page(page)
     assert "<b class" not in page
     assert page.count("&lt;b class") == 3
@@ -140,7 +140,7 @@ def test_draw_very_deep_tree_is_flat_and_truncated():
     ]
     tree = replace(stack(), modules=tuple(modules), parameters=(), units=())
     assert max(len(line) for line in render_tree(tree).splitlines()) < 130
-    page = tree_page(tree)
+    page = render_tree_page(tree)
     check_page(page)
     assert page.count('<th role="rowheader"') == 2500
     assert "2500 more modules are omitted" in page
@@ -179,7 +179,7 @@ def test_the_suffix_decides_how_a_tree_is_saved(tmp_path):
     tree = stack()
     TreeFactory().save(tree, tmp_path / "tree.html")
     TreeFactory().save(tree, tmp_path / "tree.json")
-    assert (tmp_path / "tree.html").read_text(encoding="utf-8") == tree_page(tree)
+    assert (tmp_path / "tree.html").read_text(encoding="utf-8") == render_tree_page(tree)
     assert load_tree((tmp_path / "tree.json").read_text(encoding="utf-8")) == tree
     with pytest.raises(FsdpCommError) as caught:
         TreeFactory().save(tree, "tree.pdf")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_comm.reports.ci.outcomes import Origin, Place, read_origin
+from pytest_fsdp_comm.reports.ci.outcomes import FileLine, Origin, read_origin
 
 GITHUB = {
     "GITHUB_SERVER_URL": "https://github.com",
@@ -33,7 +33,7 @@ def test_origin_addresses_on_github_and_gitlab():
     run = read_origin(GITHUB | {"GITHUB_RUN_ID": "7"}).run_address
     assert run == "https://github.com/o/r/actions/runs/7#artifacts"
     assert (
-        github.line_address(Place(path="a b.py", line=7))
+        github.line_address(FileLine(path="a b.py", line=7))
         == "https://github.com/o/r/blob/abc/a%20b.py#L7"
     )
     gitlab = read_origin(GITLAB)
@@ -45,7 +45,7 @@ def test_origin_addresses_on_github_and_gitlab():
     for variables in (GITHUB | {"GITHUB_RUN_ID": odd}, GITLAB | {"CI_JOB_ID": odd}):
         assert "/9%22%3E%20%3C" in read_origin(variables).run_address
     assert (
-        gitlab.line_address(Place(path="a.py", line=7))
+        gitlab.line_address(FileLine(path="a.py", line=7))
         == "https://gitlab.com/o/r/-/blob/abc/a.py#L7"
     )
 
@@ -61,8 +61,8 @@ def test_directory_is_relative_to_the_checkout(top, directory):
 def test_addresses_hold_bytes_that_are_not_utf8():
     """Linux passes them as lone surrogates, which cannot be encoded as UTF-8."""
     origin = read_origin(GITHUB | {"GITHUB_SHA": os.fsdecode(b"ab\xe9")})
-    place = Place(path=os.fsdecode(b"caf\xe9/\xc3\xa9.py"), line=7)
-    assert origin.line_address(place) == "https://github.com/o/r/blob/ab%E9/caf%E9/%C3%A9.py#L7"
+    location = FileLine(path=os.fsdecode(b"caf\xe9/\xc3\xa9.py"), line=7)
+    assert origin.line_address(location) == "https://github.com/o/r/blob/ab%E9/caf%E9/%C3%A9.py#L7"
     assert origin.commit_address == "https://github.com/o/r/commit/ab%E9"
 
 
@@ -76,6 +76,6 @@ def test_addresses_hold_bytes_that_are_not_utf8():
 )
 def test_what_is_unknown_or_no_address_is_no_link(given):
     origin = read_origin(given)
-    place = Place(path="a.py", line=1)
-    assert (origin.address, origin.commit_address, origin.line_address(place)) == ("", "", "")
+    location = FileLine(path="a.py", line=1)
+    assert (origin.address, origin.commit_address, origin.line_address(location)) == ("", "", "")
     assert origin.run_address == ""

@@ -10,9 +10,9 @@ from report_values import failure_of
 
 from pytest_fsdp_comm.reports.ci.outcomes import (
     FailedTest,
+    FileLine,
     Origin,
     Outcomes,
-    Place,
 )
 from pytest_fsdp_comm.reports.ci.review import annotate, escape_text, fence, render_summary
 from pytest_fsdp_comm.reports.explanation import write_headline
@@ -38,7 +38,7 @@ def failed(
     return FailedTest(
         nodeid=nodeid,
         reason=write_headline(failure),
-        place=Place(path=path, line=12),
+        location=FileLine(path=path, line=12),
         failure=failure,
     )
 
@@ -104,7 +104,7 @@ def test_summary_says_what_to_do_with_saved_directories():
     )
     page = rendered(render_summary(outcomes(failed(), **saved), origin))
     assert page.count(f'<a href="{origin.run_address}">the artifacts of this run</a>') == 2
-    other = FailedTest(nodeid="t.py::test_y", reason="rank 1 died", place=None)
+    other = FailedTest(nodeid="t.py::test_y", reason="rank 1 died", location=None)
     refused = failed("t.py::test_z", command="")
     for test in (other, refused):
         text = render_summary(outcomes(test, **saved), ORIGIN)
@@ -115,7 +115,7 @@ def test_summary_says_what_to_do_with_saved_directories():
 
 
 def test_summary_other_failures_unused_and_early_end():
-    other = FailedTest(nodeid="t.py::test_y", reason="rank 1 died", place=None)
+    other = FailedTest(nodeid="t.py::test_y", reason="rank 1 died", location=None)
     text = render_summary(
         outcomes(
             failed(),
@@ -260,7 +260,7 @@ def test_groups_differ_if_accept_commands_differ():
 
 def sent(*causes, name="test_x"):
     """Return a failed test with causes, each sent by a line of train.py."""
-    places = ((Place(path="src/a,b/train.py", line=line), text) for line, text in causes)
+    places = ((FileLine(path="src/a,b/train.py", line=line), text) for line, text in causes)
     return dataclasses.replace(failed(f"tests/test_a.py::{name}"), sent=tuple(places))
 
 
@@ -278,9 +278,9 @@ def test_annotate_cause_of_tests_is_at_its_line():
 
 def test_annotate_other_options_need_two_commands():
     other = failed("tests/test_a.py::test_y", command="pytest --snapshot-update --world-size=4 ")
-    place = Place(path="train.py", line=7)
+    location = FileLine(path="train.py", line=7)
     tests = [
-        dataclasses.replace(one, sent=((place, text),))
+        dataclasses.replace(one, sent=((location, text),))
         for one, text in ((failed(), "a: 1.0 -> 2.0 KiB"), (other, "a: 64 -> 96 B"))
     ]
     (line,) = annotate(outcomes(*tests))
@@ -299,7 +299,7 @@ def test_annotate_without_call_site_is_at_assertion():
     # Another plugin annotates them.
     assert annotate(outcomes(*unsent, annotates_all=False)) == []
     # Tests that failed for another reason are not about communication.
-    other = FailedTest(nodeid="t.py::test_y", reason="died", place=Place(path="t.py", line=1))
+    other = FailedTest(nodeid="t.py::test_y", reason="died", location=FileLine(path="t.py", line=1))
     assert annotate(outcomes(other)) == []
 
 
@@ -336,12 +336,12 @@ def test_annotate_hostile_text_stays_in_one_line():
 )
 def test_names_start_no_commands_in_reports(name):
     """The summary may be printed to the log, and the runner reads the annotations from it."""
-    place = Place(path=name, line=7)
+    location = FileLine(path=name, line=7)
     test = failed(nodeid=name, changes=(name,), path=name, cost=(name,))
     tests = [
         dataclasses.replace(test, nodeid=f"{name}{number}", reason=name) for number in range(2)
     ]
-    tests[0] = dataclasses.replace(tests[0], sent=((place, name),))
+    tests[0] = dataclasses.replace(tests[0], sent=((location, name),))
     results = outcomes(*tests, unused=(name,), ended_early=name)
     annotations = annotate(results)
     assert annotations
