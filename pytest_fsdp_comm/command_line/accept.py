@@ -41,10 +41,10 @@ def run(options: argparse.Namespace) -> int:
         )
     changed: list[Pair] = []
     refused: list[str] = []
-    places = [file.relative_to(received) for file in sorted(received.rglob(f"*{SUFFIX}"))]
-    for place in _choose_places(places, options.names):
+    files = [path.relative_to(received) for path in sorted(received.rglob(f"*{SUFFIX}"))]
+    for file in _choose_files(files, options.names):
         try:
-            pair = _copy_received_file(place, Path(options.directory), snapshot_dir)
+            pair = _copy_received_file(file, Path(options.directory), snapshot_dir)
         except FsdpCommError as problem:
             refused.append(f"refused: {describe_problem(problem)}")
         else:
@@ -57,24 +57,24 @@ def run(options: argparse.Namespace) -> int:
     return print_problems(refused)
 
 
-def _choose_places(places: Sequence[Path], patterns: Sequence[str]) -> list[Path]:
-    """Return the places that match a pattern; all places if there are no patterns."""
+def _choose_files(files: Sequence[Path], patterns: Sequence[str]) -> list[Path]:
+    """Return the files that match a pattern; all files if there are no patterns."""
     if not patterns:
-        return [*places]
-    chosen = {pattern: [one for one in places if _is_named(one, pattern)] for pattern in patterns}
+        return [*files]
+    chosen = {key: [file for file in files if _is_chosen(file, key)] for key in patterns}
     unknown = [pattern for pattern, found in chosen.items() if not found]
     if unknown:
         names = ", ".join(map(quote_text, unknown))
-        listed = [printable(place.as_posix()) for place in places]
+        listed = [printable(file.as_posix()) for file in files]
         raise FsdpCommError(
             f"expected names or patterns of received snapshots, got {names}, which match none of "
             f"{join_first(listed, _MAX_LISTED) or '0 files'}"
         )
-    return sorted({place for found in chosen.values() for place in found})
+    return sorted({file for found in chosen.values() for file in found})
 
 
-def _is_named(place: Path, pattern: str) -> bool:
-    """Whether a pattern is the end of a place, with wildcards, or the test's name or node id."""
+def _is_chosen(file: Path, pattern: str) -> bool:
+    """Whether a pattern is the end of a path, with wildcards, or the test's name or node id."""
     module, separator, test = pattern.rpartition(".py::")
     test = test.replace("::", ".")
     size = _SIZE.search(test)
@@ -84,26 +84,23 @@ def _is_named(place: Path, pattern: str) -> bool:
     test = glob.escape(name)
     # A name without parameters stands for all of its tests.
     patterns = (pattern, literal, f"{literal}.*", f"{test}.*", f"{test}[[]*")
-    return bool(pattern) and any(map(place.match, patterns))
+    return bool(pattern) and any(map(file.match, patterns))
 
 
-def _copy_received_file(place: Path, artifacts: Path, snapshot_dir: Path) -> Pair:
+def _copy_received_file(file: Path, artifacts: Path, snapshot_dir: Path) -> Pair:
     """Copy a received file into the snapshot directory; return its old and new text."""
     # Do not trust `artifacts`: a pull request controls its file names, contents and links.
-    file, expected, target = (
-        artifacts / RECEIVED / place,
-        artifacts / EXPECTED / place,
-        snapshot_dir / place,
-    )
-    for path, below in ((file, artifacts), (expected, artifacts), (target, snapshot_dir)):
-        if _has_symlink_below(path, below):
+    received, expected = (artifacts / side / file for side in (RECEIVED, EXPECTED))
+    target = snapshot_dir / file
+    for path, directory in ((received, artifacts), (expected, artifacts), (target, snapshot_dir)):
+        if _has_symlink_below(path, directory):
             raise FsdpCommError(
                 f"{show_path(path)} leads through a symlink to {os.path.realpath(path)}; fsdp-comm "
                 "accept does not follow symlinks: replace the symlink with a real file or directory"
             )
     name = show_path(target)
     old = read_snapshot(target, where=name)
-    pair = Pair(old=old, new=read_document(file), old_path=name, new_path=name)
+    pair = Pair(old=old, new=read_document(received), old_path=name, new_path=name)
     if pair.old != pair.new:
         _check_unchanged(pair, expected)
         try:
@@ -132,6 +129,6 @@ def _check_unchanged(pair: Pair, expected: Path) -> None:
         )
 
 
-def _has_symlink_below(path: Path, below: Path) -> bool:
-    """Return whether `path`, or a directory between it and `below`, is a symlink."""
-    return Path(os.path.realpath(path)) != below.resolve() / path.relative_to(below)
+def _has_symlink_below(path: Path, directory: Path) -> bool:
+    """Return whether `path`, or a directory between it and `directory`, is a symlink."""
+    return Path(os.path.realpath(path)) != directory.resolve() / path.relative_to(directory)

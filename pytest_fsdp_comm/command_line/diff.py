@@ -92,7 +92,7 @@ def run_git_diff(options: argparse.Namespace) -> int:
         old_text, new_text = (
             file.read_bytes().decode("utf-8", "replace") if file else None for file in (old, new)
         )
-        print_lines(_patch_lines(old_text, new_text, old_path, new_path))
+        print_lines(_make_patch(old_text, new_text, old_path, new_path))
     else:
         print_explanations([pair], with_lines=True)
     return SAME
@@ -102,25 +102,25 @@ def _read_pairs(old: str, new: str) -> tuple[list[Pair], list[str]]:
     """Pair two files and their trees, or the files of two directories; also return errors."""
     are_directories = [Path(side).is_dir() for side in (old, new)]
     if all(are_directories):
-        return _pairs_in_directories(old, new)
+        return _read_pairs_in_directories(old, new)
     if any(are_directories):
         directory, file = (old, new) if are_directories[0] else (new, old)
         raise FsdpCommError(
             f"{directory} is a directory and {file} is not; expected two files or two directories"
         )
-    pairs = [_pair_of_files(old, new)]
-    trees = [_tree_path(old), _tree_path(new)]
+    pairs = [_read_pair_of_files(old, new)]
+    trees = [_make_tree_path(old), _make_tree_path(new)]
     # Also compare the trees, because they help to explain the communication.
     if trees[0] != old and trees[1] != new and all(Path(tree).is_file() for tree in trees):
-        pairs.append(_pair_of_files(*trees))
+        pairs.append(_read_pair_of_files(*trees))
     return pairs, []
 
 
-def _tree_path(name: str) -> str:
+def _make_tree_path(name: str) -> str:
     return f"{name.removesuffix(SUFFIX).removesuffix('.json').removesuffix('.tree')}.tree{SUFFIX}"
 
 
-def _pair_of_files(old: str, new: str) -> Pair:
+def _read_pair_of_files(old: str, new: str) -> Pair:
     old_text, new_text = (read_document(Path(name), where=name) for name in (old, new))
     ranks, profile = old_text.profile.recorded_ranks, new_text.profile
     if (old_kind := kind_of(old_text.profile)) != (new_kind := kind_of(profile)):
@@ -141,7 +141,7 @@ def _pair_of_files(old: str, new: str) -> Pair:
     return Pair(old=old_text, new=new_text, old_path=old, new_path=new)
 
 
-def _pairs_in_directories(*names: str) -> tuple[list[Pair], list[str]]:
+def _read_pairs_in_directories(*names: str) -> tuple[list[Pair], list[str]]:
     sides = [Path(name) for name in names]
     files = [
         {str(file.relative_to(side)) for file in side.rglob(f"*{SUFFIX}") if file.is_file()}
@@ -192,7 +192,7 @@ def print_explanations(
             print_lines([*([""] if is_next else []), *diverged, *explained])
             is_next = True
             if with_lines:
-                print_lines(_patch_lines(pair.old, pair.new, pair.old_path, pair.new_path))
+                print_lines(_make_patch(pair.old, pair.new, pair.old_path, pair.new_path))
             failures += filter(None, [failure])
     return differs, failures
 
@@ -202,7 +202,7 @@ def _list_divergences(pair: Pair, *, has_failure: bool) -> Iterator[str]:
 
     A failure already contains the line about the new recording.
     """
-    sides = [(pair.old_path, pair.old), *[(pair.new_path, pair.new)] * (not has_failure)]
+    sides = [(pair.old_path, pair.old), *([] if has_failure else [(pair.new_path, pair.new)])]
     for path, side in dict.fromkeys(sides):
         diverged = "" if side is None else divergence_of(side.profile)
         if diverged:
@@ -238,7 +238,7 @@ def _explain_pair(pair: Pair, evidence: Evidence | None) -> tuple[Failure | None
     return replace(failure, head=f"{head}:{scope}", statements=statements), is_change
 
 
-def _patch_lines(old: str | None, new: str | None, old_path: str, new_path: str) -> Iterator[str]:
+def _make_patch(old: str | None, new: str | None, old_path: str, new_path: str) -> Iterator[str]:
     """Return a unified diff that ``git apply`` accepts; the text of a missing file is None."""
     return difflib.unified_diff(
         (old or "").splitlines(),

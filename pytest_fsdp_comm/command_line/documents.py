@@ -102,14 +102,14 @@ def summary_lines(profile: Profile) -> Iterator[str]:
 
 def find_project(start: Path) -> tuple[Path, Path]:
     """Return the root and snapshot directories that pytest would use in an absolute path."""
-    config = _read_settings(start)
+    config = _read_pytest_config(start)
     snapshot_dir = config.getini("fsdp_comm_snapshot_dir") or "snapshots"
     return config.rootpath, Path(os.path.normpath(config.rootpath / snapshot_dir))
 
 
 def find_collected(start: Path) -> tuple[list[Path], Sequence[str]]:
     """Return the directories and file patterns that ``pytest`` without arguments searches."""
-    config = _read_settings(start)
+    config = _read_pytest_config(start)
     root, names = config.rootpath, config.getini("testpaths")
     paths = [root / path for name in names for path in glob.glob(name, root_dir=root)]  # noqa: PTH207  # as in pytest, names may contain ".."
     paths = paths or [root / name for name in names if not glob.has_magic(name)]
@@ -117,7 +117,7 @@ def find_collected(start: Path) -> tuple[list[Path], Sequence[str]]:
     return directories or [root], config.getini("python_files")
 
 
-class _ReadSettings:
+class _ConfigReader:
     """A pytest plugin that stores the configuration and then ends the session."""
 
     config: Any = None
@@ -127,11 +127,11 @@ class _ReadSettings:
         return SAME
 
 
-def _read_settings(start: Path) -> Any:
+def _read_pytest_config(start: Path) -> Any:
     """Return pytest's configuration for an absolute directory, which need not exist yet."""
     import pytest  # noqa: PLC0415  # its import takes longer than most commands
 
-    plugin = _ReadSettings()
+    plugin = _ConfigReader()
     directory = next(path for path in (start, *start.parents) if path.is_dir())
     # Ignore the project's conftest files and `addopts`, because they can require other plugins, and
     # settings that turn warnings, or settings that a conftest file declares, into errors.

@@ -58,16 +58,16 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(run: str, name: str, summary: str, **about: Any) -> argparse.ArgumentParser:
+    def declare(run: str, name: str, summary: str, **about: Any) -> argparse.ArgumentParser:
         about["description"] = f"{summary[0].upper()}{summary[1:]}."
         parser = commands.add_parser(name, help=summary, **about)
         parser.set_defaults(run=run)
         return parser
 
-    show = command("show", "show", "print a snapshot, a recording or a tree in columns")
+    show = declare("show", "show", "print a snapshot, a recording or a tree in columns")
     show.add_argument("files", nargs="+", metavar="FILE", help="a .comm or .json file")
 
-    diff = command(
+    diff = declare(
         "diff:run_diff",
         "diff",
         "explain how snapshots differ: the changes, their cost and the likely cause",
@@ -80,7 +80,7 @@ def _make_parser() -> argparse.ArgumentParser:
     diff.add_argument("old", metavar="OLD")
     diff.add_argument("new", metavar="NEW")
 
-    accept = command(
+    accept = declare(
         "accept",
         "accept",
         "replace snapshots with those that CI received, and print the changes",
@@ -93,7 +93,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     accept.add_argument("names", nargs="*", metavar="NAME", help=text)
 
-    record = command(
+    record = declare(
         "..record",
         "record",
         "run a training script and record the communication of a step",
@@ -119,7 +119,7 @@ def _make_parser() -> argparse.ArgumentParser:
     record.add_argument("-m", dest="module", action="store_true", help=text)
     record.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
-    test = command("write_test", "test", "write a test and its snapshots from a recorded script")
+    test = declare("write_test", "test", "write a test and its snapshots from a recorded script")
     test.add_argument(
         "recording", metavar="RECORDING", help="a .json file that fsdp-comm record wrote"
     )
@@ -128,6 +128,6 @@ def _make_parser() -> argparse.ArgumentParser:
 
     text = "explain changes of a file; git runs this as diff.<driver>.command"
     epilog = "See docs/command-line.md for the configuration of git."
-    git_diff = command("diff:run_git_diff", "git-diff", text, epilog=epilog)
+    git_diff = declare("diff:run_git_diff", "git-diff", text, epilog=epilog)
     git_diff.add_argument("arguments", nargs="+", metavar="ARGUMENT", help="as git passes them")
     return parser

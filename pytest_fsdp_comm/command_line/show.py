@@ -39,9 +39,9 @@ def run(options: argparse.Namespace) -> int:
         heading = [*([""] if number else []), f"{name}:"] if len(texts) > 1 else []
         print_lines(heading)
         if isinstance(text.profile, CommProfile):
-            print_lines(_show_comm(text, text.profile))
+            print_lines(_format_comm(text, text.profile))
         else:
-            print_lines(_show_tree(text, text.profile))
+            print_lines(_format_tree(text, text.profile))
     profiles = [
         (Path(name).name, text.profile)
         for name, text in texts.items()
@@ -65,7 +65,7 @@ def _make_side_by_side_table(profiles: Sequence[tuple[str, CommProfile]]) -> Ite
     return _align_columns([("", *(name for name, _ in profiles)), *rows])
 
 
-def _describe_snapshot(subject: str, text: SnapshotText) -> str:
+def _make_heading(subject: str, text: SnapshotText) -> str:
     profile = text.profile
     recorded = profile.recorded_ranks
     only = f", recorded on {name_ranks(recorded)}" if recorded else ""
@@ -74,10 +74,10 @@ def _describe_snapshot(subject: str, text: SnapshotText) -> str:
     return f"{subject} of {show_count(profile.world_size, 'rank')}{only}{recorded_with}"
 
 
-def _show_comm(text: SnapshotText, profile: CommProfile) -> Iterator[str]:
+def _format_comm(text: SnapshotText, profile: CommProfile) -> Iterator[str]:
     if profile.divergence is not None:
         yield str(profile.divergence)
-    yield _describe_snapshot("communication", text)
+    yield _make_heading("communication", text)
     yield f"mesh: {show_mesh(profile.mesh_axes)}"
     for peak in profile.peaks:
         on = f", on {name_ranks(peak.ranks)}" if peak.ranks else ""
@@ -93,13 +93,13 @@ def _show_comm(text: SnapshotText, profile: CommProfile) -> Iterator[str]:
         num_ranks = totals[0].num_ranks
         scope = "each rank" if num_ranks == 1 else f"all {num_ranks} ranks together (they differ)"
         yield f"calls and bytes of {scope}"
-        yield from _align_columns(_list_total_rows(totals))
-        yield from _show_exposed(totals)
+        yield from _align_columns(_make_total_rows(totals))
+        yield from _format_exposed(totals)
     waits = [row for row in profile.rows if row.subject == "host_wait"]
     if waits:
         yield ""
         yield "the host waits"
-        yield from _align_columns(_list_host_wait_rows(waits))
+        yield from _align_columns(_make_host_wait_rows(waits))
     records = [line for line in text.splitlines() if line.partition(" ")[0] in _PHASES]
     for phase, lines in groupby(records, key=lambda line: line.partition(" ")[0]):
         yield ""
@@ -112,7 +112,7 @@ def _show_comm(text: SnapshotText, profile: CommProfile) -> Iterator[str]:
         yield f"note: {note}"
 
 
-def _list_total_rows(totals: Sequence[Total]) -> Iterator[Sequence[str]]:
+def _make_total_rows(totals: Sequence[Total]) -> Iterator[Sequence[str]]:
     for axis, group in groupby(totals, key=lambda total: total.axis):
         of_axis = list(group)
         count, nbytes, unsized = (
@@ -124,14 +124,14 @@ def _list_total_rows(totals: Sequence[Total]) -> Iterator[Sequence[str]]:
             yield (f"  {total.kind}", f"{total.count}", show_nbytes(total.nbytes, total.unsized))
 
 
-def _show_exposed(totals: Sequence[Total]) -> Iterator[str]:
+def _format_exposed(totals: Sequence[Total]) -> Iterator[str]:
     for total in totals:
         if total.exposed_nbytes:
             part = show_nbytes_of(total.exposed_nbytes, total.nbytes)
             yield f"exposed: {total.kind}[{total.axis}] {part}"
 
 
-def _list_host_wait_rows(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
+def _make_host_wait_rows(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
     owners_of: defaultdict[tuple[str, str, str, str], list[str | None]] = defaultdict(list)
     for row in rows:
         lines = dict.fromkeys(site.call_site for site in row.sites if site.call_site)
@@ -161,8 +161,8 @@ def _align_columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
         yield f"  {'  '.join(cells)}".rstrip()
 
 
-def _show_tree(text: SnapshotText, profile: TreeProfile) -> Iterator[str]:
-    yield _describe_snapshot("sharded model", text)
+def _format_tree(text: SnapshotText, profile: TreeProfile) -> Iterator[str]:
+    yield _make_heading("sharded model", text)
     tree = profile.common
     if tree is None:
         yield f"{len(profile.trees)} different trees"

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     variant = f"ws{comm.profile.world_size}"
     comm_name, tree_name = (make_basename(f"test_{name}", variant, index) for index in (0, "tree"))
     files = {
-        test: _write_test_source(ran, start / ran.script, test, f"test_{name}", comm.profile),
+        test: _make_test_source(ran, start / ran.script, test, f"test_{name}", comm.profile),
         folder / f"{comm_name}{SUFFIX}": comm,
         folder / f"{tree_name}{SUFFIX}": documents.read_document(tree),
     }
@@ -99,12 +99,12 @@ def _make_identifier(name: str) -> str:
     return "".join(character if f"_{character}".isidentifier() else "_" for character in normalized)
 
 
-def _write_string_literal(text: str) -> str:
+def _make_string_literal(text: str) -> str:
     """Return a string literal, with double quotes if it needs no escapes but those of JSON."""
     return json.dumps(text, ensure_ascii=False) if text.isprintable() else ascii(text)
 
 
-def _write_test_source(ran: ScriptRun, path: Path, test: Path, name: str, profile: Profile) -> str:
+def _make_test_source(ran: ScriptRun, path: Path, test: Path, name: str, profile: Profile) -> str:
     marks = [f"world_size={profile.world_size}"]
     if profile.recorded_ranks:  # only one rank was simulated
         marks += ["simulate=True", f"ranks={[*profile.recorded_ranks]}"]
@@ -115,15 +115,15 @@ def _write_test_source(ran: ScriptRun, path: Path, test: Path, name: str, profil
         ).items()
         if ran.local_world_size and variable.startswith("LOCAL")
     ]
-    imports, script = "import pytest\n", _write_string_literal(ran.script)
+    imports, script = "import pytest\n", _make_string_literal(ran.script)
     if not ran.is_module:
         imports = f"from pathlib import Path\n\n{imports}"
-        below = _write_string_literal(os.path.relpath(path, test.parent))
-        script = f"str(Path(__file__).parent / {below})"
-    arguments = [script, *map(_write_string_literal, ran.arguments), f"step={ran.first_step}"]
-    arguments += ["is_module=True"] * ran.is_module
+        relative = _make_string_literal(os.path.relpath(path, test.parent))
+        script = f"str(Path(__file__).parent / {relative})"
+    arguments = [script, *map(_make_string_literal, ran.arguments), f"step={ran.first_step}"]
+    arguments += ["is_module=True"] if ran.is_module else []
     return _TEST.format(
-        script=_write_string_literal(printable(path.name))[1:-1],
+        script=_make_string_literal(printable(path.name))[1:-1],
         imports=imports,
         marks=", ".join(marks),
         name=name,
