@@ -69,8 +69,8 @@ class CiSession:
         if report.failed and is_ours and is_reported:
             reason = (write_headline(failure) if failure else reason_of(report)) or "failed"
             hangs_at = getattr(report, HANGS_AT, "")
-            sent = [(hangs_at, reason)] if hangs_at else _list_site_texts(failure)
-            location, located = self._find_failed_place(report), [*self._locate_calls(sent)]
+            sent = [(hangs_at, reason)] if hangs_at else _list_sites_and_texts(failure)
+            location, located = self._find_failed_line(report), [*self._locate_calls(sent)]
             is_headline_located = failure is None or not failure.changes or failure.changes[0].sites
             if located and location is not None and not is_headline_located:
                 # Otherwise, the annotations would name only less important changes.
@@ -90,12 +90,12 @@ class CiSession:
     # and may fail the session.
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        self._outcomes = outcomes = self._read_outcomes(session, exitstatus)
+        self._outcomes = outcomes = self._make_outcomes(session, exitstatus)
         from pytest_fsdp_comm.reports.ci import review  # noqa: PLC0415  # only for summaries and annotations
 
         step = self.step_summary if outcomes.has_news else None
         for name, path, write in (
-            ("GITHUB_STEP_SUMMARY", step, _append),
+            ("GITHUB_STEP_SUMMARY", step, _append_to_summary),
             ("--comm-summary", self.summary, write_atomically),
         ):
             try:
@@ -121,7 +121,7 @@ class CiSession:
             for line in review.annotate(self._outcomes):
                 terminalreporter.write_line(line)
 
-    def _read_outcomes(self, session: pytest.Session, exitstatus: int) -> Outcomes:
+    def _make_outcomes(self, session: pytest.Session, exitstatus: int) -> Outcomes:
         unused: UnusedSnapshots | None = self._config.pluginmanager.get_plugin("fsdp-comm-unused")
         unused_files = unused.files if unused is not None else ()
         options, start = self._config.stash[OPTIONS], self._config.invocation_params.dir
@@ -149,32 +149,32 @@ class CiSession:
         locations: dict[str, FileLine] = {}
         for site, text in sent:
             path, _, line = site.rpartition(":")
-            location = self._find_place(start / path, int(line))
+            location = self._locate(start / path, int(line))
             if location is not None:
                 locations.setdefault(text, location)
         return ((location, text) for text, location in locations.items())
 
-    def _find_failed_place(self, report: pytest.TestReport) -> FileLine | None:
+    def _find_failed_line(self, report: pytest.TestReport) -> FileLine | None:
         """Return the line that raised an error; if that is outside the project, the test's line."""
         crash = getattr(report.longrepr, "reprcrash", None)
         if crash is not None and "site-packages" not in Path(crash.path).parts:
-            location = self._find_place(Path(crash.path), crash.lineno)
+            location = self._locate(Path(crash.path), crash.lineno)
             if location is not None:
                 return location
         file, line, _ = report.location
-        return self._find_place(self._config.rootpath / file, (line or 0) + 1)
+        return self._locate(self._config.rootpath / file, (line or 0) + 1)
 
-    def _find_place(self, path: Path, line: int) -> FileLine | None:
+    def _locate(self, path: Path, line: int) -> FileLine | None:
         return self._origin.locate(path, line, root=self._config.rootpath)
 
 
-def _append(path: Path, text: str) -> None:
+def _append_to_summary(path: Path, text: str) -> None:
     # Earlier sessions of this step may have written to the step summary.
     with path.open("ab") as file:
-        file.write(b"\n\n" * bool(file.tell()) + text.encode())
+        file.write((b"\n\n" if file.tell() else b"") + text.encode())
 
 
-def _list_site_texts(failure: Failure | None) -> Iterator[tuple[str, str]]:
+def _list_sites_and_texts(failure: Failure | None) -> Iterator[tuple[str, str]]:
     """Yield ``path:line`` and the text of each change whose call site is known."""
     for statement in failure.changes if failure else ():
         for site in statement.sites:

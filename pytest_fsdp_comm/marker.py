@@ -54,7 +54,7 @@ def resolve(
     world_size = parametrized or arguments["world_size"] or options.world_size
     device = arguments["device"]
     simulation = _choose_simulation(arguments["simulate"], world_size)
-    _check_simulation(arguments, simulation)
+    _check_simulation_arguments(arguments, simulation)
     real = _make_real_axes(arguments["real"] or {}, world_size) if simulation else ()
     backend = "fake" if simulation else arguments["backend"] or options.backend
     if backend is None:
@@ -77,11 +77,11 @@ def resolve(
         simulation=simulation,
         simulation_splits=arguments["simulation_splits"],
         real=real,
-        finds_ranks=bool(simulation) and arguments["ranks"] is None,
+        adds_distinct_ranks=bool(simulation) and arguments["ranks"] is None,
     )
 
 
-def _check_simulation(arguments: Mapping[str, Any], simulation: Simulation) -> None:
+def _check_simulation_arguments(arguments: Mapping[str, Any], simulation: Simulation) -> None:
     if arguments["device"] == "cuda" and arguments["backend"] == "fake" and not simulation:
         raise BadValueError(
             "device='cuda' is set, but ranks of backend='fake' run on the CPU; simulate a GPU with "
@@ -103,7 +103,7 @@ def add_ranks(
     """Return settings with the `further` ranks added; raise BadValueError if there are too many."""
     ranks = ranks_along(settings.real, {*settings.ranks, *further})
     _check_number_of_ranks(ranks, settings.backend, options.rank_slots)
-    return replace(settings, ranks=ranks, finds_ranks=False)
+    return replace(settings, ranks=ranks, adds_distinct_ranks=False)
 
 
 def _choose_simulation(simulate: bool | int | str | None, world_size: int) -> Simulation:

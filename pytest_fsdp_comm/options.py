@@ -366,7 +366,7 @@ class DistributedSettings:
     """Each expert's share of the tokens; empty if all are equal, None if the marker sets none."""
     real: tuple[RealAxis, ...] = ()
     """Mesh axes along which a simulation runs one process for each coordinate."""
-    finds_ranks: bool = False
+    adds_distinct_ranks: bool = False
     """Whether the simulation also runs ranks whose local shapes differ from those of `ranks`."""
 
 
@@ -426,7 +426,7 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
     """Parse command line and ini values, or raise a usage error that lists all invalid values."""
     problems: list[str] = []
 
-    def attempt(where: str, parse: Callable[[Any], Any], raw_value: Any) -> Any:
+    def parse_or_note(where: str, parse: Callable[[Any], Any], raw_value: Any) -> Any:
         try:
             return parse(raw_value)
         except (ValueError, pytest.UsageError) as problem:
@@ -437,8 +437,8 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
     for setting in DECLARED:
         where, raw_value = _read_raw_value(config, setting)
         if raw_value is not None:
-            values[setting.name] = attempt(where, setting.parse, raw_value)
-    launched = attempt("", _read_launch, config)
+            values[setting.name] = parse_or_note(where, setting.parse, raw_value)
+    launched = parse_or_note("", _read_launch, config)
     if launched and config.getoption("--world-size") is None:
         # The launcher's world size describes this run, so it overrides the ini value, which is only
         # the project's default.
@@ -447,7 +447,7 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
         # Use the same words as xdist's error for --pdb.
         problems.append("--pdb-rank is incompatible with distributing tests; try using -n0 or -nno")
     path = values.get("snapshot_dir", _DEFAULTS["snapshot_dir"])
-    directory = attempt(
+    directory = parse_or_note(
         "ini fsdp_comm_snapshot_dir: ", partial(_resolve_snapshot_dir, config), path
     )
     problems += _find_overwritten_snapshots(config, values, directory) if directory else []

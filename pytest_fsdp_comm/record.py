@@ -70,11 +70,11 @@ def run(options: argparse.Namespace) -> int:
         raise FsdpCommError("expected a script to run: fsdp-comm record [--step 3] train.py ...")
     if not (options.module or Path(options.command[0]).is_file()):
         raise FsdpCommError(f"there is no file {options.command[0]}; use -m to run a module")
-    _check_simulation(options)
+    _check_simulation_options(options)
     if options.nproc:
         arguments = ["record", "--step", options.step, "--out", options.out]
-        arguments += [*["--go-on"] * options.go_on, *["--force"] * options.force]
-        arguments += [*["-m"] * options.module, *options.command]
+        flags = {"--go-on": options.go_on, "--force": options.force, "-m": options.module}
+        arguments += [*filter(flags.get, flags), *options.command]
         ranks = ["--standalone", "--nproc-per-node", str(options.nproc), "-m", "pytest_fsdp_comm"]
         if options.nproc > 1:  # torchrun sets this, too, but prints a warning
             os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     skipped: object = ""
     with contextlib.ExitStack() as undo:
         if options.world_size:
-            skipped = undo.enter_context(_simulate(options))
+            skipped = undo.enter_context(_simulate_rank(options))
         undo.enter_context(watch_optimizer_steps(hook.note_step))
         status = _run_and_get_status(options)
     status = hook.finish(status)
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
-def _check_simulation(options: argparse.Namespace) -> None:
+def _check_simulation_options(options: argparse.Namespace) -> None:
     size = options.world_size
     if options.nproc and size:
         raise FsdpCommError(
@@ -128,7 +128,7 @@ def _check_simulation(options: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _simulate(options: argparse.Namespace) -> Iterator[object]:
+def _simulate_rank(options: argparse.Namespace) -> Iterator[object]:
     """Simulate a rank of the script; yield an object whose text is a note about skipped saves."""
     rank, size = options.rank, options.world_size
     os.environ |= torchrun_variables(rank, size, options.local_world_size)

@@ -98,7 +98,7 @@ class RecordedScript:
             if (tree_text := self._make_tree_snapshot(trees, comm)) is not None:
                 files[self._tree] = tree_text
             for note in dict.fromkeys((*comm.notes, *self._notes)):
-                self._print(f"note: {note}")
+                self._print_to_stderr(f"note: {note}")
             self._check_and_write_files(files, comm)
         except FsdpCommError as problem:
             self._problem = problem
@@ -121,7 +121,7 @@ class RecordedScript:
             )
         write_all_atomically(files)
         summary, names = "; ".join(summary_lines(comm)), ", ".join(map(show_path, files))
-        self._print(f"{self._run.steps} of {self._run.script}: {summary}. Wrote {names}")
+        self._print_to_stderr(f"{self._run.steps} of {self._run.script}: {summary}. Wrote {names}")
 
     def _make_tree_snapshot(self, trees: dict[int, str], comm: CommProfile) -> str | None:
         if "null" in trees.values():
@@ -137,7 +137,7 @@ class RecordedScript:
         )
         return str(SnapshotText.from_profile(profile, where=str(self._tree)))
 
-    def _print(self, text: str) -> None:
+    def _print_to_stderr(self, text: str) -> None:
         # Write to standard error: standard output belongs to the script. Bypass Python's buffer,
         # which may hold half a line of the script and is lost if a launcher ends this process.
         with contextlib.suppress(OSError):

@@ -57,14 +57,14 @@ _MAX_COMPARISONS: Final = 50
 _UNCOMPARED: Final = Compared(name="", kind="comm", verdict="uncompared")
 
 
-def register(config: pytest.Config, place: Path, *, is_rank: bool) -> None:
+def register(config: pytest.Config, report_path: Path, *, is_rank: bool) -> None:
     """Register the plugins that this process needs for the report."""
     if config.option.collectonly:
         return
     notes = config.stash[OBSERVER] = Notes()
     config.pluginmanager.register(notes, "fsdp-comm-notes")
     if not is_rank:
-        plugin = SessionReport(config, notes, place)
+        plugin = SessionReport(config, notes, report_path)
         config.pluginmanager.register(plugin, SESSION_PLUGIN)
 
 
@@ -98,9 +98,9 @@ class Notes:
             compared = _UNCOMPARED
             if assertion.explains:
                 compared = _make_compared(assertion, name, result, value)
-            self._add_result(compared, _recording_of(value))
+            self._add_compared(compared, _get_last_recording(value))
 
-    def _add_result(self, compared: Compared, recording: Recording | None) -> None:
+    def _add_compared(self, compared: Compared, recording: Recording | None) -> None:
         if recording is not None:
             self._recordings.append(recording)
             compared = replace(compared, timelines=(timeline_of(recording),))
@@ -110,7 +110,7 @@ class Notes:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         """Store a recording that the test did not compare."""
-        recording = _recording_of((getattr(item, "funcargs", None) or {}).get("comm_mode"))
+        recording = _get_last_recording((getattr(item, "funcargs", None) or {}).get("comm_mode"))
         if recording is not None and not any(recording is noted for noted in self._recordings):
             compared = _UNCOMPARED
             context = item.config.stash.get(RANK_CONTEXT, None)
@@ -118,7 +118,7 @@ class Notes:
                 with suppress(FsdpCommError):  # the recording is too large for a snapshot
                     text = SnapshotText.from_profile(fold(recording), where="the recording")
                     compared = replace(_UNCOMPARED, new=str(text))
-            self._add_result(compared, recording)
+            self._add_compared(compared, recording)
 
     def enter_rank(self, config: pytest.Config) -> None:
         """Unregister the report plugin, because only the pytest process writes the report."""
@@ -150,7 +150,7 @@ class Notes:
         return self.rank_payload(item)
 
 
-def _recording_of(value: Any) -> Recording | None:
+def _get_last_recording(value: Any) -> Recording | None:
     """Return the last recording of a ``comm_mode``; None if there is none, or for other values."""
     recording: Recording | None = None
     with suppress(FsdpCommError):
@@ -162,7 +162,7 @@ def _make_compared(
     assertion: CommSnapshot, name: str, result: AssertionResult, value: object
 ) -> Compared:
     item = assertion.test_location.item
-    verdict = _decide_verdict(result)
+    verdict = _classify_assertion(result)
     is_difference = result.recalled_data is not None or result.exception is not None
     is_explained = verdict in {"differs", "broken"} or (verdict == "updated" and is_difference)
     return Compared(
@@ -177,7 +177,7 @@ def _make_compared(
     )
 
 
-def _decide_verdict(result: AssertionResult) -> Verdict:
+def _classify_assertion(result: AssertionResult) -> Verdict:
     if result.exception is not None:
         return "broken"
     if result.created or result.updated:
@@ -212,11 +212,11 @@ def _merge_timelines(payloads: Mapping[int, Record]) -> Iterator[Compared]:
 class SessionReport:
     """Writes the report; registered in the process that writes it, and in each xdist worker."""
 
-    def __init__(self, config: pytest.Config, notes: Notes, place: Path) -> None:
+    def __init__(self, config: pytest.Config, notes: Notes, report_path: Path) -> None:
         self._config = config
         self._is_worker = hasattr(config, "workerinput")
         self._notes = notes
-        self._place = place
+        self._report_path = report_path
         self._items: dict[str, pytest.Item] = {}
         self._results: dict[str, Result] = {}
         self._finished: set[str] = set()
@@ -239,9 +239,9 @@ class SessionReport:
                 vars(report)[_RECORD] = to_json(record)
             return
         if item is not None or hasattr(report, _RECORD):
-            self._add_result(report, item, vars(report).pop(_RECORD, None))
+            self._add_report(report, item, vars(report).pop(_RECORD, None))
 
-    def _add_result(self, report: pytest.TestReport, item: pytest.Item | None, sent: Any) -> None:
+    def _add_report(self, report: pytest.TestReport, item: pytest.Item | None, sent: Any) -> None:
         result = self._results.get(report.nodeid)
         if result is None or (report.when == "setup" and report.nodeid in self._finished):
             # This is the first report of the test or of a rerun, so start a new result.
@@ -251,7 +251,7 @@ class SessionReport:
             site = None if line is None else self._origin.locate(root / file, line + 1, root=root)
             address = self._origin.line_address(site)
             result = Result(nodeid=report.nodeid, outcome="unfinished", address=address)
-        outcome = _decide_outcome(report) or result.outcome
+        outcome = _classify_report(report) or result.outcome
         is_worse = result.outcome not in {"failed", "error"} and outcome in {"failed", "error"}
         if is_worse:
             problem, message = report.longreprtext, shorten(reason_of(report), _MAX_MESSAGE)
@@ -286,9 +286,9 @@ class SessionReport:
             made_at=time.strftime("%Y-%m-%d %H:%M"),
             versions=_describe_versions(),
         )
-        path = show_path(find_first_page(self._place), invocation.dir)
+        path = show_path(find_first_page(self._report_path), invocation.dir)
         try:
-            write_report(run, self._place)
+            write_report(run, self._report_path)
         except OSError as problem:
             self._written = printable(f"the report {path} is not complete: {problem}")
         else:
@@ -299,12 +299,12 @@ class SessionReport:
             terminalreporter.write_line(f"fsdp-comm: {self._written}")
 
 
-def write_report(run: Run, place: Path) -> None:
+def write_report(run: Run, report_path: Path) -> None:
     """Write an HTML report, replacing an earlier run's pages. May raise OSError.
 
     Args:
         run: The run to show.
-        place: A file whose name ends with ``.html``, or the directory of the pages.
+        report_path: A file whose name ends with ``.html``, or the directory of the pages.
     """
     from pytest_fsdp_comm.reports.html.pages import (  # noqa: PLC0415  # loads jinja2
         render_pages,
@@ -314,13 +314,13 @@ def write_report(run: Run, place: Path) -> None:
     def read(text: str) -> CommProfile | TreeProfile:
         return SnapshotText(text, where="the recording").profile
 
-    if find_first_page(place) == place:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(place, render_single_page(run, read))
+    if find_first_page(report_path) == report_path:
+        report_path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(report_path, render_single_page(run, read))
         return
-    (place / "tests").mkdir(parents=True, exist_ok=True)
+    (report_path / "tests").mkdir(parents=True, exist_ok=True)
     for name, page in render_pages(run, read):
-        write_atomically(place / name, page)
+        write_atomically(report_path / name, page)
 
 
 def _describe_versions() -> str:
@@ -331,7 +331,7 @@ def _describe_versions() -> str:
     return ", ".join([*versions, f"Python {python_version()}"])
 
 
-def _decide_outcome(report: pytest.TestReport) -> Outcome | None:
+def _classify_report(report: pytest.TestReport) -> Outcome | None:
     if report.failed:
         return "failed" if report.when == "call" else "error"
     if report.skipped:

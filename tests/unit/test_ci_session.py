@@ -69,7 +69,7 @@ def outcomes_of(*reports):
     for phase_report in reports:
         session.pytest_runtest_logreport(phase_report)
     state = SimpleNamespace(shouldfail="", shouldstop="")
-    return session._read_outcomes(state, pytest.ExitCode.TESTS_FAILED)
+    return session._make_outcomes(state, pytest.ExitCode.TESTS_FAILED)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def outcomes_of(*reports):
 )
 def test_saved_directories_are_reported_as_a_user_writes_them(given, report, artifacts):
     state = SimpleNamespace(shouldfail="", shouldstop="")
-    outcomes = CiSession(config(**given), GITHUB)._read_outcomes(state, pytest.ExitCode.OK)
+    outcomes = CiSession(config(**given), GITHUB)._make_outcomes(state, pytest.ExitCode.OK)
     assert (outcomes.report, outcomes.artifacts) == (report, artifacts)
     assert outcomes.directory == "sub"
 
@@ -161,9 +161,9 @@ def test_hang_is_annotated_where_a_rank_waits(site):
 def test_early_session_end_is_reported():
     session = CiSession(config(), GITHUB)
     stopped = SimpleNamespace(shouldfail="stopping after 1 failures", shouldstop="")
-    assert session._read_outcomes(stopped, pytest.ExitCode.TESTS_FAILED).ended_early == (
+    assert session._make_outcomes(stopped, pytest.ExitCode.TESTS_FAILED).ended_early == (
         "The session ended early (stopping after 1 failures): not all tests ran."
     )
     stopped = SimpleNamespace(shouldfail="", shouldstop="")
-    ended = session._read_outcomes(stopped, pytest.ExitCode.INTERRUPTED).ended_early
+    ended = session._make_outcomes(stopped, pytest.ExitCode.INTERRUPTED).ended_early
     assert "(exit status 2)" in ended

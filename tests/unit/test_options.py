@@ -110,10 +110,10 @@ def test_fake_backend_runs_rank_0_by_default():
 
 def test_further_ranks_include_real_coordinates():
     settings = settle(16, simulate=True, real={"pp": 2})
-    assert settings.finds_ranks
-    assert not settle(16, simulate=True, ranks=[0]).finds_ranks
+    assert settings.adds_distinct_ranks
+    assert not settle(16, simulate=True, ranks=[0]).adds_distinct_ranks
     joined = add_ranks(settings, [3], session_options(rank_slots=4))
-    assert (joined.ranks, joined.finds_ranks) == ((0, 3, 8, 11), False)
+    assert (joined.ranks, joined.adds_distinct_ranks) == ((0, 3, 8, 11), False)
     with pytest.raises(BadValueError, match="allows only 3 at a time"):
         add_ranks(settings, [3], session_options(rank_slots=3))
 

@@ -162,7 +162,7 @@ class RankPlugin:
                 )
             )
         self._distinct = None
-        if settings.finds_ranks:
+        if settings.adds_distinct_ranks:
             from pytest_fsdp_comm.simulation.groups import DistinctRanks  # noqa: PLC0415  # as above
 
             self._distinct = DistinctRanks()
