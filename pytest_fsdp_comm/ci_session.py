@@ -149,7 +149,7 @@ class CiSession:
         locations: dict[str, FileLine] = {}
         for site, text in sent:
             path, _, line = site.rpartition(":")
-            location = self._locate(start / path, int(line))
+            location = self._locate_line(start / path, int(line))
             if location is not None:
                 locations.setdefault(text, location)
         return ((location, text) for text, location in locations.items())
@@ -158,13 +158,13 @@ class CiSession:
         """Return the line that raised an error; if that is outside the project, the test's line."""
         crash = getattr(report.longrepr, "reprcrash", None)
         if crash is not None and "site-packages" not in Path(crash.path).parts:
-            location = self._locate(Path(crash.path), crash.lineno)
+            location = self._locate_line(Path(crash.path), crash.lineno)
             if location is not None:
                 return location
         file, line, _ = report.location
-        return self._locate(self._config.rootpath / file, (line or 0) + 1)
+        return self._locate_line(self._config.rootpath / file, (line or 0) + 1)
 
-    def _locate(self, path: Path, line: int) -> FileLine | None:
+    def _locate_line(self, path: Path, line: int) -> FileLine | None:
         return self._origin.locate(path, line, root=self._config.rootpath)
 
 

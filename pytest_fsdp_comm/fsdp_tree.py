@@ -92,13 +92,13 @@ class TreeFactory:
     def show(self, tree: ShardTree, file: TextIO | None = None) -> None:
         """Print a tree in columns, by default to standard output."""
         __tracebackhide__ = True  # show the caller's line
-        _check_tree(tree, "fsdp_tree.show", "fsdp_tree.show(fsdp_tree(model))")
+        _check_is_tree(tree, "fsdp_tree.show", "fsdp_tree.show(fsdp_tree(model))")
         (file or sys.stdout).write(render_tree(tree) + "\n")
 
     def save(self, tree: ShardTree, path: str | os.PathLike[str]) -> None:
         """Write a tree to a file: a page (``.html``), or data for other tools (``.json``)."""
         __tracebackhide__ = True
-        _check_tree(tree, "fsdp_tree.save", "fsdp_tree.save(fsdp_tree(model), path)")
+        _check_is_tree(tree, "fsdp_tree.save", "fsdp_tree.save(fsdp_tree(model), path)")
         match Path(path).suffix:
             case ".json":
                 text = dump_tree(tree)
@@ -115,7 +115,7 @@ class TreeFactory:
         write_atomically(Path(path), text)
 
 
-def _check_tree(tree: object, function: str, usage: str) -> None:
+def _check_is_tree(tree: object, function: str, usage: str) -> None:
     __tracebackhide__ = True
     if not isinstance(tree, ShardTree):
         raise FsdpCommError(

@@ -98,9 +98,9 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
     """
     if INSIDE_VARIABLE in environment or not _has_torch_variables(environment):
         return None
-    world_size = _parse_number(environment, "WORLD_SIZE", 1, None)
-    rank = _parse_number(environment, "RANK", 0, world_size - 1)
-    port = _parse_number(environment, "MASTER_PORT", 1, _LARGEST_PORT)
+    world_size = _parse_variable(environment, "WORLD_SIZE", 1, None)
+    rank = _parse_variable(environment, "RANK", 0, world_size - 1)
+    port = _parse_variable(environment, "MASTER_PORT", 1, _LARGEST_PORT)
     if world_size == 1:
         return None
     environment = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size), **environment}
@@ -109,8 +109,8 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
     return LaunchedRank(
         rank=rank,
         world_size=world_size,
-        local_rank=_parse_number(environment, "LOCAL_RANK", 0, rank),
-        local_world_size=_parse_number(environment, "LOCAL_WORLD_SIZE", 1, world_size),
+        local_rank=_parse_variable(environment, "LOCAL_RANK", 0, rank),
+        local_world_size=_parse_variable(environment, "LOCAL_WORLD_SIZE", 1, world_size),
         host=environment["MASTER_ADDR"],
         port=port,
         has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
@@ -143,7 +143,7 @@ def _has_torch_variables(environment: Mapping[str, str]) -> bool:
     return all(environment.get(name) for name in names)
 
 
-def _parse_number(
+def _parse_variable(
     environment: Mapping[str, str], name: str, smallest: int, largest: int | None
 ) -> int:
     text = environment[name]

@@ -102,11 +102,11 @@ def _split_main_and_rest(
     effects = [*sending, *exposures, *(late if waits else ()), *waits]
     # A row that no step explains may change the most bytes.
     sent = [change for change in comparison.changes if change.subject == "collective"]
-    most = max((abs(_find_growth(change)) for change in sent), default=0)
+    most = max((abs(_find_nbytes_growth(change)) for change in sent), default=0)
     steps[1:1] = [
         entry
         for row, entry in described
-        if steps and row.subject == "collective" and abs(_find_growth(row)) == most > 0
+        if steps and row.subject == "collective" and abs(_find_nbytes_growth(row)) == most > 0
     ]
     # Other sizes or layouts of the mesh say more than the steps that follow from them.
     is_mesh_first = not all(map(_is_row_or_axis_rename, comparison.changes))
@@ -164,7 +164,7 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str = "") ->
     )
 
 
-def _find_growth(change: Change) -> int:
+def _find_nbytes_growth(change: Change) -> int:
     """Return how many bytes more all modules send."""
     return (nbytes_of(change.after) - nbytes_of(change.before)) * len(change.owners)
 
@@ -444,7 +444,7 @@ def _describe_row_change(before: Row | None, after: Row | None, times: str) -> s
         parts.append("same bytes")
     is_other_kind = before and after and _strip_amounts(before) != _strip_amounts(after)
     if before and after and before.calls and (is_other_kind or (was, old) == (now, new)):
-        removed, added = _show_other_calls(before, after), _show_other_calls(after, before)
+        removed, added = _show_calls_except(before, after), _show_calls_except(after, before)
         if removed and added:
             # Both texts contain the count, so drop it from `parts` if no call is unchanged.
             is_all = was == now and set(before.calls).isdisjoint(after.calls)
@@ -468,7 +468,7 @@ def _strip_amounts(amount: Row) -> set[Calls]:
     return {replace(calls, count=0, nbytes=0) for calls in amount.calls}
 
 
-def _show_other_calls(amount: Row, excluded: Row) -> str:
+def _show_calls_except(amount: Row, excluded: Row) -> str:
     texts = [str(calls) for calls in amount.calls if calls not in excluded.calls]
     return join_first(texts, _MAX_CALLS)
 
@@ -507,7 +507,7 @@ def change_sort_key(change: Change) -> tuple[bool, bool, bool, int]:
     """Return the sort key that puts the most important change first."""
     # Collectives come before unshards, which only repeat all-gathers, and before memory and assumed
     # values. In both groups, traffic that grows and gradients that shrink come before the rest.
-    growth = _find_growth(change)
+    growth = _find_nbytes_growth(change)
     is_late = change.subject in {"reshard", "memory", "answer"}
     calls = [call for row in change.before for call in row.calls] if change.after else []
     is_less = growth < 0 and any(call.role == Role.GRADIENTS for call in calls)

@@ -192,8 +192,8 @@ def _is_acceptable(result: AssertionResult) -> bool:
 def _make_root_options(item: pytest.Item) -> list[str]:
     """Return options that keep pytest's root directory the same if only this test is selected."""
     config = item.config
-    below = itertools.takewhile(lambda path: path != config.rootpath, item.path.parents)
-    files = [path / f"{dot}{name}" for path in below for name in _SETTINGS for dot in ("", ".")]
+    parents = itertools.takewhile(lambda path: path != config.rootpath, item.path.parents)
+    files = [path / f"{dot}{name}" for path in parents for name in _SETTINGS for dot in ("", ".")]
     given = config.option.rootdir or config.option.inifilename
     if not given and not any(file.exists() for file in files):
         return []

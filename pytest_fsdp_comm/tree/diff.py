@@ -173,7 +173,7 @@ def compare_trees(
     )
     elements = sum(prod(facts.shape) for facts in left_out)
     is_carried = 0 < elements <= carried_elements
-    units = _units_by_label(old), _units_by_label(new)
+    units = _label_units(old), _label_units(new)
     before, after = (
         {module for name in tree.parameters for module in _list_enclosing_modules(name)}
         for tree in (old, new)
@@ -269,7 +269,7 @@ def _list_enclosing_modules(parameter: str) -> Iterator[str]:
         yield parameter
 
 
-def _units_by_label(tree: TreeFacts) -> dict[str, UnitFacts]:
+def _label_units(tree: TreeFacts) -> dict[str, UnitFacts]:
     return {
         name if number == 1 else f"{name}@{number}": unit
         for number, units in tree.units.items()
@@ -360,10 +360,10 @@ def _describe_parameter_changes(
     is_loose = has_units and new is not None and not (new.managed or new.placements)
     if old is None or new is None:
         if new is not None:
-            placement = f" {_describe_whole_parameter(new)}"
+            placement = f" {_describe_parameter(new)}"
             yield f"{_ADDED}{_TRAINED if is_loose and new.trainable else placement}"
         if old is not None:
-            yield f"{_REMOVED} {_describe_whole_parameter(old)}"
+            yield f"{_REMOVED} {_describe_parameter(old)}"
         return
     if old.placements != new.placements:
         yield f"{_describe_placement(old)} -> {_describe_placement(new)}"
@@ -384,7 +384,7 @@ def _describe_ties(parameter: ParameterFacts) -> str:
     return f"tied with {', '.join(parameter.tied)}" if parameter.tied else "not tied"
 
 
-def _describe_whole_parameter(parameter: ParameterFacts) -> str:
+def _describe_parameter(parameter: ParameterFacts) -> str:
     return f"{_describe_placement(parameter)}{'' if parameter.trainable else ', frozen'}"
 
 

@@ -220,7 +220,7 @@ class Counts(GlobalStep):
         if phases == {Phase.FORWARD} or recordings.ratio(matches, is_shared=True) != self.factor:
             # Another step changes what backward sends.
             matches = _make_phase_matcher(Phase.FORWARD)
-            calls = f"all forward {self._name_forward_calls(matches, recordings)}"
+            calls = f"all forward {self._choose_noun_for_calls(matches, recordings)}"
         roles = {call.role for _, call in _list_matching_calls(matches, recordings)}
         if roles == {""}:  # user code's, which no module shows
             calls += _describe_matching_kinds(matches, recordings)
@@ -243,7 +243,7 @@ class Counts(GlobalStep):
 
         is_common = recordings.ratio(is_counted, is_shared=True) == self.factor
         who = f" of {name_modules(self._find_changed_owners(recordings))}" if self.excluded else ""
-        calls = self._name_forward_calls(is_counted, recordings)
+        calls = self._choose_noun_for_calls(is_counted, recordings)
         parts = [f"forward {calls}{who}: {name_factor(self.factor)} as many"]
         parts += [] if is_common else ["apart from the other changes"]
         is_backward = _make_phase_matcher(Phase.BACKWARD)
@@ -271,7 +271,7 @@ class Counts(GlobalStep):
         units = name_modules(self.excluded)
         return f"{text}; gathers of {units} {how} (not resharded after forward)"
 
-    def _name_forward_calls(self, matches: Matches, recordings: Recordings) -> str:
+    def _choose_noun_for_calls(self, matches: Matches, recordings: Recordings) -> str:
         # If units stay unsharded, a forward gathers less; it may run as often as before.
         roles = {call.role for _, call in _list_matching_calls(matches, recordings)}
         is_precise = self.factor < 1 or self.scope is not Scope.FORWARD

@@ -264,12 +264,12 @@ def _count_sends(profile: CommProfile) -> Counter[tuple[int, int]]:
     sends = Counter[tuple[int, int]]()
     for row in profile.collectives:
         for call in row.calls if row.what == "send" else ():
-            for rank in _list_ranks(row, profile):
+            for rank in _list_ranks_of_row(row, profile):
                 sends[rank, call.nbytes] += call.count
     return sends
 
 
-def _list_ranks(row: Row, profile: CommProfile) -> Sequence[int]:
+def _list_ranks_of_row(row: Row, profile: CommProfile) -> Sequence[int]:
     return row.ranks or profile.recorded_ranks or range(profile.world_size)
 
 

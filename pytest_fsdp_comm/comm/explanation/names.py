@@ -150,12 +150,12 @@ def _strip_common_end(old: str, new: str) -> tuple[str, str]:
 def _is_rename(between: Between, step: Renamed, changes: list[Owner]) -> bool:
     """Whether submodules or equal rows indicate that the modules were renamed, not replaced."""
     old, new = step.old, step.new
-    below = {template(owner or "") for owner in changes} - {old}
+    submodules = {template(owner or "") for owner in changes} - {old}
     if not old or not new:
-        return not old or bool(below)
+        return not old or bool(submodules)
     if f"{new}.".startswith(f"{old}.") or f"{old}.".startswith(f"{new}."):
         return False
-    return bool(below) or all(
+    return bool(submodules) or all(
         between.state[owner] is between.target[step.rename_owner(owner)] for owner in changes
     )
 

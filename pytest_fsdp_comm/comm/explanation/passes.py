@@ -327,7 +327,7 @@ class PhaseUsed(Replaced):
 
     def find_cause(self, recordings: Recordings) -> str:
         if not self.has_norms:
-            return self._explain_single_number()
+            return self._explain_reduced_number()
         if self.is_added:
             return (
                 "norms of gradients or weights are now computed, e.g. by clip_grad_norm_, by "
@@ -347,7 +347,7 @@ class PhaseUsed(Replaced):
         how = "before zero_grad(), on the sharded parameters"
         return f"{text}: is clip_grad_norm_ still called, {how}?"
 
-    def _explain_single_number(self) -> str:
+    def _explain_reduced_number(self) -> str:
         # DTensors would be redistributed.
         sizes = {
             (row.subject, row.what, call.nbytes)

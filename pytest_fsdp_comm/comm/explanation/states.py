@@ -287,7 +287,7 @@ class Between:
         self, choose: Callable[[Content, Content], Iterable[RowKey]], *, is_added: bool = True
     ) -> dict[Owner, list[RowKey]]:
         """Call `choose` with both `sides` of each module that differs; return the chosen keys."""
-        return self._assign_to_owners(
+        return self._assign_keys_to_owners(
             list(choose(*((group.old, group.new) if is_added else (group.new, group.old))))
             for group in self.differences
         )
@@ -296,11 +296,11 @@ class Between:
         self, matches: Callable[[RowKey, Rows, Rows], object]
     ) -> dict[Owner, list[RowKey]]:
         """Return the keys of differing rows for which ``matches(key, old, new)`` is true."""
-        return self._assign_to_owners(
+        return self._assign_keys_to_owners(
             [row[0] for row in group.rows if matches(*row)] for group in self.differences
         )
 
-    def _assign_to_owners(self, keys: Iterable[list[RowKey]]) -> dict[Owner, list[RowKey]]:
+    def _assign_keys_to_owners(self, keys: Iterable[list[RowKey]]) -> dict[Owner, list[RowKey]]:
         # Modules with the same difference share one list; `steps.replaced` relies on its identity.
         return {
             owner: chosen

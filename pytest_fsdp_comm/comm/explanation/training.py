@@ -413,7 +413,7 @@ class _Training:
             else:
                 count = show_count(ranks[1], "rank")
                 yield "ranks", tuple(sorted({*old, *new})), str(ranks[0]), count
-        elif ranks[1] >= ranks[0] and self._uses_other_ranks({*old}, {*new}):
+        elif ranks[1] >= ranks[0] and self._is_over_other_ranks({*old}, {*new}):
             yield "ranks", tuple(sorted({*old, *new})), _join_axes(old), _join_axes(new)
         axes_by_problem: defaultdict[tuple[Problem, str, str], list[str]] = defaultdict(list)
         for axis in sorted(old.keys() & new.keys()):
@@ -458,7 +458,7 @@ class _Training:
         old, new = (_count_reductions(side, Phase.BACKWARD) for side in (self.old, self.new))
         # If all parameter gradients are still reduced, nothing was detached or frozen.
         is_trained = self.old.reduced.keys() == self.new.reduced.keys()
-        is_trained &= bool(self.old.reduced) or self._sends_same_buffers()
+        is_trained &= bool(self.old.reduced) or self._has_same_buffer_calls()
         for axis in old if is_trained else ():
             was, now = old[axis], new.get(axis, {})
             lost = was.keys() - now.keys()
@@ -469,7 +469,7 @@ class _Training:
                 for owner in lost:
                     yield owner, ("inputs", (axis,), "", "")
 
-    def _sends_same_buffers(self) -> bool:
+    def _has_same_buffer_calls(self) -> bool:
         """Whether user code reduces the same buffers after backward, such as flat gradients."""
         old, new = (
             {
@@ -534,7 +534,7 @@ class _Training:
             return any(_is_same_or_nested(owner, module) for module in grown)
         return bool(grown) or (trees is None and not self._is_still_in_model(owner))
 
-    def _uses_other_ranks(self, was: set[str], now: set[str]) -> bool:
+    def _is_over_other_ranks(self, was: set[str], now: set[str]) -> bool:
         """Whether a module reduces over other ranks, although neither mesh nor forward changed.
 
         If no module kept its axes, two axes may have swapped roles, which is harmless.

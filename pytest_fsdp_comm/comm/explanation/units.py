@@ -422,7 +422,7 @@ class Called(Replaced):
 
     @classmethod
     def propose(cls, between: Between) -> Iterator[Step]:
-        keys = between.select(_find_keys_if_counts_changed)
+        keys = between.select(_find_keys_if_gathers_changed)
         # All other units must have unchanged gathers, except units that stay unsharded.
         other_units = [
             (content.gathers[Phase.FORWARD], between.target[owner].gathers[Phase.FORWARD])
@@ -485,7 +485,7 @@ class Called(Replaced):
         return _explain_more_calls(self, recordings) if self.is_called else ""
 
 
-def _find_keys_if_counts_changed(old: Content, new: Content) -> list[RowKey]:
+def _find_keys_if_gathers_changed(old: Content, new: Content) -> list[RowKey]:
     before, after = old.gathers[Phase.FORWARD], new.gathers[Phase.FORWARD]
     is_changed = (
         before.keys() == after.keys()
@@ -554,16 +554,16 @@ class Gathered(Replaced):
 
     def find_problem(self, recordings: Recordings) -> Problem | None:
         is_lost = self.is_reduced and not self.is_added
-        return "unreduced" if is_lost and not self._is_still_unit(recordings) else None
+        return "unreduced" if is_lost and not self._are_still_units(recordings) else None
 
-    def _is_still_unit(self, recordings: Recordings) -> bool:
+    def _are_still_units(self, recordings: Recordings) -> bool:
         """Whether the trees show that modules without gathers are still units."""
         is_unit = recordings.trees is not None and recordings.trees.has_units(self.owners)
         return is_unit and not self.is_added
 
     def find_cause(self, recordings: Recordings) -> str:
         trees = recordings.trees
-        if not (self.is_reduced and trees and self._is_still_unit(recordings)):
+        if not (self.is_reduced and trees and self._are_still_units(recordings)):
             return ""
         if not trees.emptied.isdisjoint(self.owners):
             return ""

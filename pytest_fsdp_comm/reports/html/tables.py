@@ -58,15 +58,15 @@ def side_rows(
         for row in (snapshot or old).rows
         if any(call.backwards for call in row.calls)
     }
-    places: defaultdict[tuple[str | None, RowKey], tuple[list[Row], list[Row]]]
-    places = defaultdict(lambda: ([], []))
+    sides: defaultdict[tuple[str | None, RowKey], tuple[list[Row], list[Row]]]
+    sides = defaultdict(lambda: ([], []))
     # Add new rows first, so that removed rows come last among the rows of their kind.
     for side, profile in ((1, new), (0, old)):
         for row in profile.rows:
-            places[row.owner, row.key][side].append(row)
+            sides[row.owner, row.key][side].append(row)
     # Modules with the same calls before, and the same calls after, share a row.
     owners_of: defaultdict[tuple[RowKey, str, str], list[str | None]] = defaultdict(list)
-    for (owner, key), (before, after) in places.items():
+    for (owner, key), (before, after) in sides.items():
         was, now = _show_calls_of_rows(before), _show_calls_of_rows(after)
         if was != now:
             was = _show_calls_of_rows(complete.get((owner, key, row.ranks), row) for row in before)
@@ -233,8 +233,8 @@ def _module_rows(root: _Node, columns: tuple[Column, ...]) -> Iterator[ModuleRow
         groups = _group_equal_children(node.children)
         # Merge a module without direct calls into one row with its only child: ``layers.{0..3}``.
         while depth and not node.direct and len(groups) == 1:
-            ((below, many, node),) = groups
-            name, count = f"{name}.{below}", count * many
+            ((label, many, node),) = groups
+            name, count = f"{name}.{label}", count * many
             groups = _group_equal_children(node.children)
         yield ModuleRow(
             name=name,
@@ -249,8 +249,8 @@ def _module_rows(root: _Node, columns: tuple[Column, ...]) -> Iterator[ModuleRow
             ),
         )
         pending += [
-            (below, depth + 1, count * many, child, False)
-            for below, many, child in reversed(groups)
+            (label, depth + 1, count * many, child, False)
+            for label, many, child in reversed(groups)
         ]
         if groups and node.direct:
             itself = _Node(direct=node.direct, total=node.direct)
