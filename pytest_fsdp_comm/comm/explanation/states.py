@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 # creates each content only once. Contents are therefore compared by identity, and a step changes a
 # content once for all modules that share it. Never compare contents of two pools. Contents omit
 # prefetch distances, which depend on the order of units, and `is_async`:
-# `search.find_timing_changes` compares both.
+# `timing.find_timing_changes` compares both.
 
 Owner: TypeAlias = str | None
 Rows: TypeAlias = "tuple[Row, ...]"
@@ -301,7 +301,7 @@ class Between:
         )
 
     def _assign_keys_to_owners(self, keys: Iterable[list[RowKey]]) -> dict[Owner, list[RowKey]]:
-        # Modules with the same difference share one list; `steps.replaced` relies on its identity.
+        # Modules with the same difference share one list; `propose_copied_rows` uses its identity.
         return {
             owner: chosen
             for group, chosen in zip(self.differences, keys, strict=True)
