@@ -115,8 +115,10 @@ class RecordedScript:
             )
         differing = [show_path(file) for file, text in files.items() if _has_other_text(file, text)]
         if differing and not self._force:
+            is_same = differing == [show_path(self._json)]
+            why = " (it also has lines of code and the script's arguments)" if is_same else ""
             raise FsdpCommError(
-                f"nothing was written, because {' and '.join(differing)} would change. Pass "
+                f"nothing was written, because {' and '.join(differing)} would change{why}. Pass "
                 "--force to replace the files, or --out other.comm to keep them"
             )
         write_all_atomically(files)

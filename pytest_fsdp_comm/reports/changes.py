@@ -407,11 +407,14 @@ def _describe_change(change: Change, amount: str = "") -> str:
         amounts = _describe_amounts(change)
         amounts = f"{amounts.partition(', ')[0]}, {amount}" if amount else amounts
         return f"{where}{each}: {change.what} {amounts}"
+    times = _describe_amounts(change, " times")
+    if change.subject == "host_wait":
+        return f"{where}{each}: host waits for the GPU ({change.what}), {times}"
     verb = f"{change.what}ed"
     if change.subject == "redistribution":
         verb = f"redistributed {change.what.replace('->', ' -> ')}"
     often = "" if change.before and change.after else "now " if change.after else "no longer "
-    return f"{where}{each}: {often}{verb}, {_describe_amounts(change, ' times')}"
+    return f"{where}{each}: {often}{verb}, {times}"
 
 
 def _describe_amounts(change: Change, times: str = "") -> str:

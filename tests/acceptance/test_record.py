@@ -380,6 +380,11 @@ def test_record_keeps_reviewed_files(tmp_path):
         "nothing was written, because step.comm and step.json would change. Pass --force to "
         "replace the files, or --out other.comm to keep them",
     )
+    assert record("small.py", "00", "8") == (
+        2,
+        "nothing was written, because step.json would change (it also has lines of code and the "
+        "script's arguments). Pass --force to replace the files, or --out other.comm to keep them",
+    )
     assert files() == first
     for options in (["--force"], ["--out", "new-step.comm"]):
         status, text = record(*options, "small.py", "8", "16")

@@ -35,7 +35,8 @@ BEAM: Final = 5
 three simultaneous changes, such as a switch from DDP to HSDP, need five."""
 DEPTH: Final = 6
 """Maximum number of steps in an explanation."""
-_LEAST_COST: Final = 1.5
+_LEAST_COST: Final = 0.5
+"""The least `Step.description_cost`, of a host wait."""
 _COLLECTIVE_COST: Final = 4.0
 """Cost of each leftover row of collectives; all other leftover rows cost `_OTHER_COST`."""
 _OTHER_COST: Final = 1.0

@@ -95,6 +95,26 @@ def test_host_wait_that_exposes_nothing_says_so():
     ]
 
 
+def test_host_waits_of_two_phases_have_a_line_each():
+    new = waiting(waiting(BASE, *LAYERS), *LAYERS, phase=Phase.RECOMPUTE, count=4)
+    assert told(BASE, new) == [
+        f"layers.{{0..2}} in {phase}: the host now waits for the GPU {count} times (item), which "
+        "exposes no call"
+        for phase, count in (("forward", 3), ("recompute", 12))
+    ]
+
+
+def test_host_wait_of_another_rank_is_a_row():
+    rows = [
+        replace(counted("host_wait", FORWARD, "head", "item"), ranks=(rank,)) for rank in (0, 1)
+    ]
+    old, new = (replace(BASE, rows=(*BASE.rows, row)) for row in rows)
+    assert told(old, new)[0] == (
+        "head in forward: host waits for the GPU (item), on rank 0: 1 -> 0 times (-1); on rank 1: "
+        "0 -> 1 times (+1)"
+    )
+
+
 @pytest.mark.parametrize(
     ("old", "new", "line"),
     [
