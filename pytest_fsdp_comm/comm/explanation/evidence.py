@@ -124,6 +124,14 @@ class Recordings:
         known, old = [*owners], self.states[0]
         return [owner for owner in known if owner in old] or known
 
+    def can_still_be_gathered(self, units: Iterable[Owner]) -> bool:
+        """Whether units without rows in the new recording may be gathered since before it.
+
+        That needs units that forward leaves gathered. The peak counts them from the start.
+        """
+        old, new = (max((peak.nbytes for peak in side.peaks), default=0) for side in self.sides)
+        return 0 < old <= new and all(self.states[0][unit].stays_unsharded for unit in units)
+
     @cached_property
     def carried_elements(self) -> Counter[str]:
         """The result of `count_carried_elements`, under the new names of axes."""

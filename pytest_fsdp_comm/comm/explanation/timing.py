@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, TypeAlias, get_args
 
-from pytest_fsdp_comm.comm.calls import Calls
+from pytest_fsdp_comm.comm.calls import UNTIMED, Calls
 from pytest_fsdp_comm.comm.explanation.evidence import list_gathers
 from pytest_fsdp_comm.comm.explanation.states import Owner, sort_owners
 from pytest_fsdp_comm.comm.explanation.steps import Step
@@ -90,10 +90,12 @@ def find_timing_changes(
         if now is None or now.calls == row.calls:
             continue
         for subject in get_args(Subject):
-            before, after = (
-                _compute_timing_shares(row, subject),
-                _compute_timing_shares(now, subject),
-            )
+            # If calls of one size were added or removed, the timing of others did not change.
+            kinds = [_compute_timing_shares_by_kind(side, subject) for side in (row, now)]
+            shared = kinds[0].keys() & kinds[1].keys()
+            if shared and all(kinds[0][kind] == kinds[1][kind] for kind in shared):
+                continue
+            before, after = (_compute_timing_shares(side.calls, subject) for side in (row, now))
             # With more or fewer units in between, the same gather is another distance ahead.
             is_prefetched = subject == "ahead" and before[0][0] and after[0][0]
             if before != after and not (is_prefetched and num_units[0] != num_units[1]):
@@ -104,9 +106,16 @@ def find_timing_changes(
     )
 
 
-def _compute_timing_shares(row: Row, subject: Subject) -> Shares:
-    counts: Counter[int] = Counter()
+def _compute_timing_shares_by_kind(row: Row, subject: Subject) -> dict[Calls, Shares]:
+    kinds: defaultdict[Calls, list[Calls]] = defaultdict(list)
     for calls in row.calls:
-        counts[getattr(calls, subject)] += calls.count
+        kinds[replace(calls, count=0, **UNTIMED)].append(calls)
+    return {kind: _compute_timing_shares(calls, subject) for kind, calls in kinds.items()}
+
+
+def _compute_timing_shares(calls: Iterable[Calls], subject: Subject) -> Shares:
+    counts: Counter[int] = Counter()
+    for kind in calls:
+        counts[getattr(kind, subject)] += kind.count
     total = sum(counts.values())
     return tuple((value, Fraction(count, total)) for value, count in sorted(counts.items()))

@@ -357,6 +357,7 @@ def _find_gradient_volume_of_busiest(rows: Iterable[Row]) -> Volume:
 class _Training:
     def __init__(self, old: _Side, new: _Side, recordings: Recordings) -> None:
         self.old, self.new, self.trees = old, new, recordings.trees
+        self.recordings = recordings
         self.ratios = _find_count_ratios(old.work, new.work)
         self.carried = recordings.carried_elements
         grown = (name for name in new.reduced if new.num_gradients(name) > old.num_gradients(name))
@@ -525,7 +526,8 @@ class _Training:
         if was - now and all(map(self._can_new_calls_carry, was - now)):
             return True
         # If other units are gathered, but this one is not, it was not called: the tree shows it.
-        if trees is not None and new.units and owner in trees.units - new.units.keys():
+        is_unit = trees is not None and new.units and owner in trees.units - new.units.keys()
+        if is_unit and not self.recordings.can_still_be_gathered([owner]):
             return True
         # Other modules may reduce these gradients now, but not over the axes that are left.
         kept = was & now

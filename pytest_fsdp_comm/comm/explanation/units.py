@@ -554,16 +554,17 @@ class Gathered(Replaced):
 
     def find_problem(self, recordings: Recordings) -> Problem | None:
         is_lost = self.is_reduced and not self.is_added
-        return "unreduced" if is_lost and not self._are_still_units(recordings) else None
+        return "unreduced" if is_lost and not self._is_skipped(recordings) else None
 
-    def _are_still_units(self, recordings: Recordings) -> bool:
-        """Whether the trees show that modules without gathers are still units."""
+    def _is_skipped(self, recordings: Recordings) -> bool:
+        """Whether the trees show that these are still units, and the peak that none is gathered."""
         is_unit = recordings.trees is not None and recordings.trees.has_units(self.owners)
-        return is_unit and not self.is_added
+        is_gathered = recordings.can_still_be_gathered(self.owners)
+        return is_unit and not (self.is_added or is_gathered)
 
     def find_cause(self, recordings: Recordings) -> str:
         trees = recordings.trees
-        if not (self.is_reduced and trees and self._are_still_units(recordings)):
+        if not (self.is_reduced and trees and self._is_skipped(recordings)):
             return ""
         if not trees.emptied.isdisjoint(self.owners):
             return ""
@@ -576,7 +577,8 @@ class Gathered(Replaced):
     def describe(self, recordings: Recordings) -> str:
         who, others = name_modules(self.owners), self._describe_other_units(recordings)
         if self._can_still_be_unsharded(recordings):
-            return f"{who} no longer gathered in this step: not run, or gathered before it"
+            how = "not run, or gathered before it, without later changes of their shards"
+            return f"{who} no longer gathered in this step: {how}"
         gathers = f", gathers of {others}" if others else ""
         if not self.is_added:
             reduced = " or reduced" if self.is_reduced else ""
@@ -592,13 +594,8 @@ class Gathered(Replaced):
         """Whether the units are reduced and hold their parameters, but are not gathered."""
         trees = recordings.trees
         is_unit = trees is None or trees.has_units(self.owners)
-        if self.is_added or self.is_reduced or not is_unit:
-            return False
-        # The peak counts parameters that were gathered before the recording began.
-        old, new = (
-            max((peak.nbytes for peak in side.peaks), default=0) for side in recordings.sides
-        )
-        return 0 < old <= new
+        can_be_gathered = is_unit and recordings.can_still_be_gathered(self.owners)
+        return can_be_gathered and not (self.is_added or self.is_reduced)
 
     def _describe_other_units(self, recordings: Recordings) -> str:
         """Return ``other units unchanged``, if that is true and there are other units."""

@@ -87,6 +87,18 @@ def test_calls_that_became_synchronous_name_their_line():
     )
 
 
+@pytest.mark.parametrize("count", [3, 5])
+def test_other_calls_do_not_change_a_share(count):
+    """Of two sizes, one is always asynchronous; the number of the others changes."""
+    started = Calls(nbytes=1_024, dtype="float32", is_async=True, count=3)
+    row = Row(phase=Phase.OUTSIDE, owner=None, what="all_reduce", axis="dp", calls=(started,))
+    rows = (
+        replace(row, calls=(Calls(nbytes=4, dtype="float32", count=n), started)) for n in (4, count)
+    )
+    old, new = (replace(BASE, rows=(*BASE.rows, one)) for one in rows)
+    assert "asynchronous" not in str(told(old, new))
+
+
 def test_host_wait_that_exposes_nothing_says_so():
     new = waiting(BASE, None, phase=Phase.OPTIMIZER)
     assert told(BASE, new) == [

@@ -497,6 +497,27 @@ def test_gradients_of_frozen_parameters_are_not_lost(is_frozen):
         assert bool(training(old, new, evidence)) != is_frozen
 
 
+def detached(*, kept, peak):
+    """Two profiles, and units of which the second has no rows, although the tree has them."""
+    units = [row for owner in LAYERS for row in unit(owner, kept=kept)]
+    old = replace(made([*units, *HEAD]), peaks=(GatheredPeak(nbytes=NBYTES),))
+    new = replace(made(HEAD), peaks=(GatheredPeak(nbytes=peak),))
+    names = frozenset({*LAYERS, "head"})
+    return old, new, Evidence(units=names, policies={}, trainable=names)
+
+
+def test_units_that_stay_gathered_lose_their_gradients():
+    """Their inputs were detached: no backward reshards them, so forward need not gather them."""
+    assert training(*detached(kept=True, peak=NBYTES)) == [
+        "layers.{0..2} no longer gathered or reduced, gathers of other units unchanged"
+    ]
+
+
+@pytest.mark.parametrize("facts", [{"kept": True, "peak": 1_024}, {"kept": False, "peak": NBYTES}])
+def test_units_that_were_not_called_lose_nothing(facts):
+    assert training(*detached(**facts)) == []
+
+
 LAST, FIRST, EARLY = (
     "the last of 4 backwards",
     "the first of 4 backwards",
