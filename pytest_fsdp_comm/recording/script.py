@@ -111,6 +111,7 @@ def too_short(count: int, last: int) -> RecordingError:
     """Return the error for a script that ended before step `last`."""
     return RecordingError(
         f"the script ended after {show_count(count, 'optimizer step')} in this process, before "
-        f"step {last} ended: let it run longer, or, if it starts processes or uses no optimizer of "
-        "torch.optim, record in the script itself: with CommMode().saving(model, 'step.json'):"
+        f"step {last} ended: let it run longer; if it ended because it needs GPUs, simulate it "
+        "(--world-size 64); if it starts processes or uses no optimizer of torch.optim, record in "
+        "the script itself: with CommMode().saving(model, 'step.json'):"
     )
