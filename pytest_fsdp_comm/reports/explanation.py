@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from typing import Final, Literal, get_args
@@ -231,49 +231,7 @@ def join_failures(failures: Mapping[str, Failure], *, command: str, test: str) -
     if len(failures) == 1:
         return replace(next(iter(failures.values())), command=command, test=test)
     values = list(failures.values())
-    num_recordings = sum(value.compared == "comm_mode" for value in values)
-    named = []
-    trees = {name for name, value in failures.items() if value.compared == "fsdp_tree"}
-    # A tree repeats changes of the mesh and of the world size.
-    recorded = {
-        entry.text
-        for value in values
-        for entry in value.statements
-        if value.compared == "comm_mode"
-    }
-    # Recordings come before trees, because they matter more.
-    for name, value in sorted(failures.items(), key=lambda pair: pair[1].compared == "fsdp_tree"):
-        is_tree = value.compared == "fsdp_tree"
-        # The only recording needs no name.
-        label = "" if value.compared == "comm_mode" and num_recordings == 1 else name
-        named.append(
-            [
-                _add_name_to_statement(entry, name, label)
-                for entry in value.statements
-                if not (is_tree and entry.severity == "change" and entry.text in recorded)
-            ]
-        )
-    # A tree often repeats what a recording says about the same modules: print that last.
-    texts = " ".join(recorded)
-
-    def is_repeated(entry: Statement) -> bool:
-        subject = entry.text.partition(": ")[0]
-        return entry.value in trees and (subject.startswith("mesh") or subject in texts)
-
-    for entries in named:
-        entries.sort(key=lambda entry: (entry.is_effect, is_repeated(entry)))
-    # Take changes from all values in turn, so that each value has one of the first lines.
-    changes: list[list[Statement | None]]
-    changes = [[entry for entry in entries if entry.severity == "change"] for entries in named]
-    changes.sort(key=lambda entries: all(entry and entry.is_effect for entry in entries))
-    first = changes[0][0] if changes[0] else None
-    first_causes = " ".join(first.causes) if first is not None else ""
-    # If the cause says what the tree shows, another change of the recording comes second.
-    changes[1:] = [
-        [None, *entries] if entries and _is_named_in_causes(entries[0], first_causes) else entries
-        for entries in changes[1:]
-    ]
-    in_turn = [entry for row in zip_longest(*changes) for entry in row if entry is not None]
+    named = _name_statements(failures)
     # Several values may have the same cause.
     others = dict.fromkeys(
         entry for entry in chain.from_iterable(named) if entry.severity != "change"
@@ -287,7 +245,7 @@ def join_failures(failures: Mapping[str, Failure], *, command: str, test: str) -
         heads=tuple(f"  {name}: {value.head}" for name, value in failures.items()),
         compared=compared,
         problem=values[0].problem if is_same_problem else "; ".join(problems),
-        statements=(*others, *in_turn),
+        statements=(*others, *_order_changes(named)),
         command=command,
         test=test,
     )
@@ -297,6 +255,55 @@ def join_failures(failures: Mapping[str, Failure], *, command: str, test: str) -
     scopes = dict.fromkeys(f", {value.scope}" for value in values if value.scope)
     head = f"{compared} differ from {where.rstrip('.')} ({len(values)} files){''.join(scopes)}"
     return replace(joined, head=head, heads=())
+
+
+def _name_statements(failures: Mapping[str, Failure]) -> list[list[Statement]]:
+    """Return the statements of each value with its name, and those of trees last."""
+    recordings, trees = (
+        {name: value for name, value in failures.items() if (value.compared == "fsdp_tree") == side}
+        for side in (False, True)
+    )
+    recorded = {
+        entry.text
+        for value in recordings.values()
+        for entry in value.statements
+        if value.compared == "comm_mode"
+    }
+    texts = " ".join(recorded)
+    num_recordings = sum(value.compared == "comm_mode" for value in recordings.values())
+
+    def is_repeated(entry: Statement) -> bool:
+        subject = entry.text.partition(": ")[0]
+        return entry.value in trees and (subject.startswith("mesh") or subject in texts)
+
+    named = []
+    for name, value in {**recordings, **trees}.items():
+        # The only recording needs no name.
+        label = "" if value.compared == "comm_mode" and num_recordings == 1 else name
+        entries = [
+            _add_name_to_statement(entry, name, label)
+            for entry in value.statements
+            # A tree repeats changes of the mesh and of the world size.
+            if not (name in trees and entry.severity == "change" and entry.text in recorded)
+        ]
+        # A tree often repeats what a recording says about the same modules: print that last.
+        named.append(sorted(entries, key=lambda entry: (entry.is_effect, is_repeated(entry))))
+    return named
+
+
+def _order_changes(named: Iterable[Sequence[Statement]]) -> list[Statement]:
+    """Take changes from all values in turn, so that each value has one of the first lines."""
+    changes: list[list[Statement | None]]
+    changes = [[entry for entry in entries if entry.severity == "change"] for entries in named]
+    changes.sort(key=lambda entries: all(entry and entry.is_effect for entry in entries))
+    first = changes[0][0] if changes[0] else None
+    first_causes = " ".join(first.causes) if first is not None else ""
+    # If the cause says what the tree shows, another change of the recording comes second.
+    changes[1:] = [
+        [None, *entries] if entries and _is_named_in_causes(entries[0], first_causes) else entries
+        for entries in changes[1:]
+    ]
+    return [entry for row in zip_longest(*changes) for entry in row if entry is not None]
 
 
 def _is_named_in_causes(change: Statement | None, causes: str) -> bool:
