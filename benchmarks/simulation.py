@@ -107,7 +107,7 @@ def _run(pipe: Any, config: str, mesh: dict[str, int], layers: int, is_recorded:
     importlib.import_module("transformers.models.llama.modeling_llama")
     dist.init_process_group("fake", rank=0, world_size=math.prod(mesh.values()), store=FakeStore())
     started = time.process_time()
-    with simulate_rank(answers=True):
+    with simulate_rank(assumes=True):
         device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
         model = layouts.build(configuration, device_mesh)
         optimizer = torch.optim.AdamW(model.parameters())

@@ -17,7 +17,7 @@ from pytest_fsdp_comm.launch_environment import (
     is_spawned_rank,
 )
 from pytest_fsdp_comm.ranks.rank.context import EXTENSIONS
-from pytest_fsdp_comm.ranks.rank.gpus import usable_gpu_count
+from pytest_fsdp_comm.ranks.rank.gpus import count_usable_gpus
 from pytest_fsdp_comm.snapshots import failed_comparison, unused
 
 # On Windows, fork, fcntl and Unix sockets are all missing, so `ranks` cannot be imported there.
@@ -114,7 +114,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
     """Resolve the settings of all selected tests; an invalid marker ends the session."""
     launched = session.config.stash[options.OPTIONS].launched
-    marker.resolve_items(session, items, count_gpus=partial(usable_gpu_count, launched))
+    marker.resolve_items(session, items, count_gpus=partial(count_usable_gpus, launched))
     uses_plugin = any(map(marker.uses_plugin, items)) and not session.config.option.collectonly
     if uses_plugin and not is_spawned_rank() and (text := explain_separate_processes(os.environ)):
         marker.refuse(session, items, text)

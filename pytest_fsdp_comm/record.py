@@ -23,8 +23,8 @@ from pytest_fsdp_comm.ranks.wire.load import extend_under_load
 from pytest_fsdp_comm.recording.script import (
     ScriptEnded,
     check_steps,
+    make_too_short_error,
     run_script,
-    too_short,
     watch_optimizer_steps,
 )
 
@@ -229,7 +229,7 @@ class _Hook:
             if status == SAME or self._recorded.recorder.is_done:
                 problem = problem or write_problem
         elif problem is None and status == SAME:
-            problem = too_short(0, self._run.last_step)
+            problem = make_too_short_error(0, self._run.last_step)
         if self._has_ended_script:
             from pytest_fsdp_comm.ranks.rank.process_group import leave_group  # noqa: PLC0415  # loads torch
 

@@ -23,7 +23,7 @@ from pytest_fsdp_comm.errors import (
 from pytest_fsdp_comm.gathering import RankFiles
 from pytest_fsdp_comm.recording.comm_mode import CommMode, publish
 from pytest_fsdp_comm.recording.mesh_axes import rank_size_and_backend
-from pytest_fsdp_comm.recording.script import too_short
+from pytest_fsdp_comm.recording.script import make_too_short_error
 from pytest_fsdp_comm.recording.steps import StepRecorder
 from pytest_fsdp_comm.sharding.capture import capture_tree
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
@@ -151,7 +151,7 @@ class RecordedScript:
             self._writing.join()
         if not self.recorder.is_done:
             self.recorder.close()
-            return too_short(self.recorder.count, self._run.last_step)
+            return make_too_short_error(self.recorder.count, self._run.last_step)
         return self._problem
 
 

@@ -38,7 +38,7 @@ from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 from pytest_fsdp_comm.snapshots.failed_comparison import reason_of
 from pytest_fsdp_comm.text.codec import from_json, to_json
 from pytest_fsdp_comm.text.files import write_atomically
-from pytest_fsdp_comm.text.words import shell_word, shorten, show_path
+from pytest_fsdp_comm.text.words import shell_word, shorten_line, show_path
 from pytest_fsdp_comm.tree.model import ShardTree
 from pytest_fsdp_comm.tree.profile import TreeProfile
 
@@ -254,7 +254,7 @@ class SessionReport:
         outcome = _classify_report(report) or result.outcome
         is_worse = result.outcome not in {"failed", "error"} and outcome in {"failed", "error"}
         if is_worse:
-            problem, message = report.longreprtext, shorten(reason_of(report), _MAX_MESSAGE)
+            problem, message = report.longreprtext, shorten_line(reason_of(report), _MAX_MESSAGE)
             if len(problem) > _MAX_PROBLEM:
                 problem = f"...{problem[-_MAX_PROBLEM:]}"
             result = replace(result, problem=problem, message=message)

@@ -20,10 +20,10 @@ from pytest_fsdp_comm.errors import UpstreamChangedError
 # A private name may be missing from a class, a module, or only from a few objects. The code that
 # uses a private name of torch therefore reads it like any other name, inside a block of
 # `private_names`: there is one around each recording, each phase of a test on a rank, each
-# simulation, each captured tree, and the imports of a room. The block turns the AttributeError or
-# ImportError into an error that lists the versions checked. Names that are read elsewhere, or that
-# are missing without an error, are looked up with `look_up`. Some names have a fallback instead;
-# tests/recording/test_private_names.py removes each name, and checks the error or the fallback.
+# simulation, each captured tree, and the imports of a package such as `sharding`. The block turns
+# the AttributeError or ImportError into an error that lists the versions checked. Names that are
+# read elsewhere, or that are missing without an error, are looked up with `look_up`. Some names
+# have a fallback instead; tests/recording/test_private_names.py checks the error or the fallback.
 
 _PACKAGE: Final = f"{Path(__file__).parent}/"
 

@@ -74,7 +74,7 @@ def simulate():
     from pytest_fsdp_comm import CommMode
     from pytest_fsdp_comm.simulation.world import simulate_rank
 
-    with simulate_rank(answers=True):
+    with simulate_rank(assumes=True):
         model, mode = (
             shard(Model(1), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))),
             CommMode(),

@@ -329,7 +329,7 @@ def _describe_differing_calls(calls: Mapping[int, Call | None]) -> dict[int, str
 
 
 def _group_ranks_by_act(acts: Mapping[int, str]) -> tuple[tuple[tuple[int, ...], str], ...]:
-    folded = group_rarest_texts_first(acts, "acts in {} other ways")
+    folded = group_rarest_texts_first(acts, "acts in {count} other ways")
     return tuple((tuple(ranks), act) for ranks, act in folded)
 
 

@@ -8,7 +8,7 @@ from typing import Final, SupportsIndex
 
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Collective, Phase
 from pytest_fsdp_comm.errors import RecordingError
-from pytest_fsdp_comm.text.fqn import NO_MODULE, fold_fqns, matcher
+from pytest_fsdp_comm.text.fqn import NO_MODULE, fold_fqns, make_matcher
 from pytest_fsdp_comm.text.words import join_first
 
 # A query with an unknown name raises an error. If it returned 0, an assertion with a typo, such as
@@ -158,7 +158,7 @@ def _make_owner_predicate(name: str | None, names: Names) -> Callable[[str | Non
     if fqn is not None:
         return lambda owner: owner == fqn
     try:
-        matches = matcher(name)
+        matches = make_matcher(name)
     except ValueError as error:
         raise RecordingError(f"owner: {error}") from None
     owners = {owner for owner in names.owners if matches(owner)}

@@ -74,7 +74,7 @@ def join_session(session: pytest.Session, launched: LaunchedRank) -> None:
             reason = f"needs {size} ranks, but {launched.launcher} started {launched.world_size}"
             item.add_marker(pytest.mark.skip(reason=reason))
     if not launched.is_leader:
-        _become_rank(session, launched)
+        _serve_as_rank(session, launched)
     if simulated:
         forked = RankRunner(session, simulated)
         session.config.add_cleanup(forked.close)
@@ -105,7 +105,7 @@ def _start_own_rank(session: pytest.Session, launched: LaunchedRank) -> int:
     pid = fork_quietly()
     if pid == 0:
         ending.end_with_parent(parent)
-        _become_rank(session, launched)
+        _serve_as_rank(session, launched)
     return pid
 
 
@@ -145,7 +145,7 @@ class _EndedError(Exception):
     """Raised if this process has to exit before the session has ended; the message says why."""
 
 
-def _become_rank(session: pytest.Session, launched: LaunchedRank) -> NoReturn:
+def _serve_as_rank(session: pytest.Session, launched: LaunchedRank) -> NoReturn:
     """Run this process as a rank until rank 0's process ends the session, then exit."""
     # Never return to pytest: only rank 0's process may write reports, caches and snapshots.
     name = f"rank {launched.rank} on {socket.gethostname()}"
@@ -174,7 +174,7 @@ def _obey_rank_zero(session: pytest.Session, launched: LaunchedRank) -> None:
     command: messages.RankCommand | None = channel.receive()
     if isinstance(command, messages.Welcome):
         items = session.items
-        items[:] = [items[place] for place in command.order]
+        items[:] = [items[index] for index in command.order]
         if command.randomly_seed is not None:
             # pytest-randomly chose a different seed in each process, so use rank 0's.
             session.config.option.randomly_seed = command.randomly_seed
@@ -260,9 +260,7 @@ class LaunchedRanks:
                 "for every rank. If there is no launcher, unset RANK and WORLD_SIZE"
             ) from None
         joined = self._accept_all_ranks()
-        orders = {
-            rank: find_test_positions(tests, join.tests or ()) for rank, join in joined.items()
-        }
+        orders = {rank: find_test_indices(tests, join.tests or ()) for rank, join in joined.items()}
         problems = {
             rank: f"(on {join.host}) {join.problem or describe_difference(tests, join.tests or ())}"
             for rank, join in joined.items()
@@ -315,7 +313,7 @@ class LaunchedRanks:
                         "WORLD_SIZE"
                     )
                 with contextlib.suppress(TimeoutError):
-                    self._accept(listener.accept()[0], token, joined)
+                    self._accept_connection(listener.accept()[0], token, joined)
             # The launched processes may run another session, which must not join this one.
             self._store.delete_key(_ADDRESS)
         self._connections = {
@@ -328,7 +326,7 @@ class LaunchedRanks:
         self._hosts = {rank: join.host for rank, join in messages_by_rank.items()}
         return messages_by_rank
 
-    def _accept(
+    def _accept_connection(
         self,
         accepted: socket.socket,
         token: str,
@@ -428,7 +426,7 @@ class LaunchedRanks:
 _MOST_LISTED = 4
 
 
-def find_test_positions(leader: Sequence[str], follower: Sequence[str]) -> list[int] | None:
+def find_test_indices(leader: Sequence[str], follower: Sequence[str]) -> list[int] | None:
     """Return, for each of the leader's tests, its index in `follower`; None if the tests differ."""
     if Counter(leader) != Counter(follower):
         return None
@@ -446,15 +444,15 @@ def describe_difference(leader: Sequence[str], follower: Sequence[str]) -> str:
     if missing:
         parts.append(
             f"did not collect {missing.total()} of rank 0's {len(leader)} tests:"
-            f"{_list_first([*missing.elements()])}"
+            f"{_format_first_tests([*missing.elements()])}"
         )
     if added:
-        tests = _list_first([*added.elements()])
+        tests = _format_first_tests([*added.elements()])
         parts.append(f"collected {added.total()} that rank 0 did not:{tests}")
     return "\n  and ".join(parts)
 
 
-def _list_first(lines: list[str]) -> str:
+def _format_first_tests(lines: list[str]) -> str:
     more = len(lines) - _MOST_LISTED
     listed = [*lines[:_MOST_LISTED], *([f"... and {more} more"] if more > 0 else [])]
     return "".join(f"\n    {line}" for line in listed)

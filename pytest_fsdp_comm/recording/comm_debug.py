@@ -47,7 +47,7 @@ class CommDebugAnswers(ABC):
     """
 
     @abstractmethod
-    def _current_block(self) -> RecordedBlock: ...
+    def _read_block(self) -> RecordedBlock: ...
 
     def get_comm_counts(self) -> dict[object, int]:
         """Return the number of collectives per operation, e.g. ``torch.ops.c10d._allgather_base_``.
@@ -57,7 +57,7 @@ class CommDebugAnswers(ABC):
         operation that did not run has a count of 0.
         """
         counts: defaultdict[Any, int] = defaultdict(int)
-        for event in self._current_block().recording.collectives:
+        for event in self._read_block().recording.collectives:
             counts[_find_packet(event)] += 1
         return counts
 
@@ -66,7 +66,7 @@ class CommDebugAnswers(ABC):
         return self.get_comm_counts()
 
     def get_total_counts(self) -> int:
-        return len(self._current_block().recording.collectives)
+        return len(self._read_block().recording.collectives)
 
     def get_comm_module_counts(self) -> ModuleCounts:
         """Return counts of collectives, keyed by module, direction and operation.
@@ -76,7 +76,7 @@ class CommDebugAnswers(ABC):
         in recomputation count as backward. Collectives in the optimizer or outside all phases count
         as forward.
         """
-        block = self._current_block()
+        block = self._read_block()
         counts: ModuleCounts = {GLOBAL: _make_empty_counts()}
         for event in block.recording.collectives:
             is_backward = event.phase in {Phase.BACKWARD, Phase.RECOMPUTE}
@@ -97,7 +97,7 @@ class CommDebugAnswers(ABC):
         Raises:
             RecordingError: The block did not trace operations.
         """
-        operations = self._current_block().trace.operations
+        operations = self._read_block().trace.operations
         if operations is None:
             raise RecordingError(
                 "the operations of this block were not traced, because tracing is slow; to trace "
@@ -126,14 +126,15 @@ class CommDebugAnswers(ABC):
         Raises:
             RecordingError: The model no longer exists.
         """
-        modules = self._current_block().trace.modules()
+        modules = self._read_block().trace.modules()
+        # As in CommDebugMode, modules without direct parameters have no entry.
         return {module.name: module.parameters() for module in modules if module.placements}
 
     def get_sharding_info(self) -> dict[str, tuple[object, ...]]:
         """Return the placements of each DTensor parameter, keyed by its FQN."""
         return {
             f"{module.name}.{name}": placements
-            for module in self._current_block().trace.modules()
+            for module in self._read_block().trace.modules()
             for name, placements in module.placements.items()
             if placements is not None
         }
@@ -180,11 +181,11 @@ class CommDebugAnswers(ABC):
         modules: dict[str, dict[str, Any]] = {GLOBAL: {"depth": 0}}
         parents: dict[str, set[str]] = {GLOBAL: set()}
         called: dict[str, list[str]] = {}
-        for module in self._current_block().trace.modules():
+        for module in self._read_block().trace.modules():
             callers = [GLOBAL, *(caller.name for caller in module.callers)]
             modules[module.name] = {"module_type": module.module_type, "depth": len(callers)}
             placements = module.placements.items()
-            sharded = {name: str(places) for name, places in placements if places is not None}
+            sharded = {name: str(value) for name, value in placements if value is not None}
             if sharded:
                 modules[module.name]["parameters"] = sharded
             parents[module.name] = {*callers, module.name}
@@ -192,8 +193,8 @@ class CommDebugAnswers(ABC):
         # Add the modules whose backward ran in the block, but whose forward did not.
         for name in (*mode.comm_module_counts, *mode.comm_module_operation_counts):
             if name not in modules:
-                above = name.rpartition(".")[0]
-                caller = above if above in modules else GLOBAL
+                enclosing = name.rpartition(".")[0]
+                caller = enclosing if enclosing in modules else GLOBAL
                 modules[name] = {"depth": modules[caller]["depth"] + 1}
                 parents[name] = parents[caller] | {GLOBAL, name}
                 called.setdefault(caller, []).append(name)

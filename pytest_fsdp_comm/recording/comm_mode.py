@@ -216,9 +216,9 @@ class CommMode(CommDebugAnswers):
         Raises:
             RecordingError: No block has begun yet.
         """
-        return self._current_block().recording
+        return self._read_block().recording
 
-    def _current_block(self) -> RecordedBlock:
+    def _read_block(self) -> RecordedBlock:
         self._is_read = True
         if self._running is not None:
             return self._running[0].build_block_so_far()
@@ -470,7 +470,7 @@ class CommMode(CommDebugAnswers):
     ) -> int:
         __tracebackhide__ = True
         query = f"{name}({question})"
-        block = self._current_block()
+        block = self._read_block()
         if question.exposed is not None:
             self._require_simulated_recording(query)
         recorded, names = block.recording.collectives, block.names

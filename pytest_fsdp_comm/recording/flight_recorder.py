@@ -89,7 +89,7 @@ def read_flights(since_ns: int) -> tuple[list[Flight], int]:
         new = [entry for entry in entries if entry["time_created_ns"] >= since_ns]
         if new and new[0] is entries[0] and new[0]["record_id"] > 0:
             num_stored = max(num_stored, len(entries))
-        collectives += flights(new)
+        collectives += parse_flights(new)
     return collectives, num_stored
 
 
@@ -108,7 +108,7 @@ def _read_entries(name: str) -> list[dict[str, Any]]:
     return trace.get("entries", []) if version >= (2, 10) else []
 
 
-def flights(entries: Iterable[dict[str, object]]) -> list[Flight]:
+def parse_flights(entries: Iterable[dict[str, object]]) -> list[Flight]:
     """Convert the entries of a gloo or NCCL dump; skip point-to-point calls."""
     return [_parse_flight(entry) for entry in entries if not entry["is_p2p"]]
 
@@ -168,7 +168,7 @@ class Witness:
         self._unseen: list[Flight] = []
         self.notes: list[str] = []
 
-    def follow(self) -> None:
+    def add_current_thread(self) -> None:
         self._threads.add(threading.get_ident())
 
     def note_running_threads(self) -> None:
@@ -194,7 +194,7 @@ class Witness:
                 unmatched.clear()
         return numbered
 
-    def end(self, recorded: Sequence[Pending[Collective]]) -> None:
+    def find_unseen(self, recorded: Sequence[Pending[Collective]]) -> None:
         """Compare the block's collectives with the flight recorder."""
         flights, num_stored = read_flights(self._begin_ns)
         if num_stored:
@@ -219,7 +219,7 @@ class Witness:
             ]
             self._add_unmatched_flights(calls, entries)
         count = len(self._unseen)
-        self._unseen = [each for each in self._unseen if each.thread_id not in self._running]
+        self._unseen = [seen for seen in self._unseen if seen.thread_id not in self._running]
         if len(self._unseen) < count:
             self.notes.append(
                 "a thread was still communicating when the block ended; its later collectives are "
@@ -249,7 +249,7 @@ class Witness:
             else:
                 self._unseen.append(flight)
 
-    def gaps(self, axes: Callable[[], Mapping[str, str]]) -> tuple[Gap, ...]:
+    def make_gaps(self, axes: Callable[[], Mapping[str, str]]) -> tuple[Gap, ...]:
         """Return the gaps; `axes` returns the names of axes, keyed by process group name."""
         if not self._unseen:
             return ()
@@ -284,12 +284,12 @@ def _summarize_call(call: Pending[Collective]) -> list[_Sent]:
     """Return the collectives that the flight recorder lists for a recorded call under gloo."""
     kind, fields = _kind_listed_by_gloo(call), call.fields
     if call.parts:
-        return [_Sent(kind, _map_dtypes([dtype]), nbytes) for dtype, nbytes in call.parts]
+        return [_Sent(kind, _map_to_gloo_dtypes([dtype]), nbytes) for dtype, nbytes in call.parts]
     dtypes = fields["dtype"].split("+") if fields["dtype"] else ()
     nbytes = fields["nbytes_sent"]
     if fields["kind"] in {"broadcast", "scatter"} and not nbytes:  # most ranks only receive
         nbytes = fields["nbytes_received"]
-    return [_Sent(kind, _map_dtypes(dtypes), nbytes)]
+    return [_Sent(kind, _map_to_gloo_dtypes(dtypes), nbytes)]
 
 
 def _summarize_flight(flight: Flight) -> _Sent:
@@ -297,12 +297,12 @@ def _summarize_flight(flight: Flight) -> _Sent:
     tensors = flight.sent or flight.received
     return _Sent(
         _RUN_AS.get(flight.kind, flight.kind),
-        _map_dtypes(name for name, _ in tensors),
+        _map_to_gloo_dtypes(name for name, _ in tensors),
         sum(count * getattr(torch, name).itemsize for name, count in tensors),
     )
 
 
-def _map_dtypes(dtypes: Iterable[str]) -> frozenset[str]:
+def _map_to_gloo_dtypes(dtypes: Iterable[str]) -> frozenset[str]:
     return frozenset(_SENT_AS.get(dtype, dtype) for dtype in dtypes)
 
 

@@ -125,11 +125,11 @@ def _search_communicating_operations(*_registered: int) -> Mapping[str, Call]:
         if name.partition("::")[0] in NAMESPACES
         and "schema: (none)" not in torch._C._dispatch_dump(name)
     ]
-    calls = {name: call_of(_overload(name)) for name in names}
+    calls = {name: call_of(_look_up_overload(name)) for name in names}
     return {name: call for name, call in calls.items() if call is not None}
 
 
-def _overload(name: str) -> OpOverload:
+def _look_up_overload(name: str) -> OpOverload:
     namespace, _, qualified = name.partition("::")
     packet, _, overload = qualified.partition(".")
     func: OpOverload = attrgetter(f"{namespace}.{packet}.{overload or 'default'}")(torch.ops)
@@ -142,7 +142,7 @@ def _has_foreign_kernel(name: str) -> bool:
     return any(line.startswith(f"{_KEY}: ") and f":{_LINE} " not in line for line in lines)
 
 
-def gaps() -> Iterator[Gap]:
+def find_gaps() -> Iterator[Gap]:
     """Yield a gap for each operation whose calls in the block may have bypassed our kernel."""
     if _count_registrations() == _checked:
         return
@@ -165,7 +165,7 @@ def register_value_read_kernels() -> None:
     """For simulated ranks, register kernels that report each operation that reads tensor values."""
     # Older versions of torch lack some of these operations.
     for name in frozenset(VALUE_READS).intersection(torch._C._dispatch_get_all_op_names()):
-        func = _overload(name)
+        func = _look_up_overload(name)
         _register_kernel(name, func, functools.partial(_run_and_note_read, func))
 
 
@@ -261,12 +261,12 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if dispatch is Dispatch.WRAPPER:
             # As in CommDebugMode, operations on subclasses of DTensor do not count.
             if self._tracer is not None and DTensor in types:
-                self._tracer.note(func, args)
+                self._tracer.trace_operation(func, args)
             return NotImplemented
         if dispatch is Dispatch.OPAQUE and not communicates:
             return NotImplemented
         if self._tracer is not None:
-            self._tracer.note(func)
+            self._tracer.trace_operation(func)
         call = call_of(func) if communicates and self._records else None
         if call is None:
             return func(*args, **keywords)

@@ -42,8 +42,7 @@ class GroupNames:
 
     @contextlib.contextmanager
     def restore_on_exit(self) -> Iterator[None]:
-        """Restore this object's state when the block ends, but keep new groups."""
-        # Keep new groups, because another thread may have used one during the block.
+        """Restore this object when the block ends, but keep groups that other threads may use."""
         saved = {name: copy.copy(value) for name, value in vars(self).items()}
         del saved["_groups"]
         try:
@@ -81,10 +80,10 @@ class GroupNames:
         self.learn_mesh(unit.mesh_info.mesh)
         after = unit.post_forward_mesh_info
         if after is not None:
-            whole = self.note(unit.mesh_info.shard_process_group)
-            self._wholes[after.shard_process_group.group_name] = whole
+            shard_group = self.add_group(unit.mesh_info.shard_process_group)
+            self._wholes[after.shard_process_group.group_name] = shard_group
 
-    def note(self, group: dist.ProcessGroup) -> str:
+    def add_group(self, group: dist.ProcessGroup) -> str:
         """Add a group, unless it is known; return its key for `axis` and `axes`."""
         name: str = group.group_name
         if name not in self._groups:
@@ -93,9 +92,9 @@ class GroupNames:
 
     def axis(self, key: str) -> MeshAxis:
         description, ranks = self._groups[key]
-        whole = self._wholes.get(key)
-        if whole is not None and whole != key:
-            return axis_of(f"{self.axis(whole).name}.post_forward", ranks)
+        shard_group = self._wholes.get(key)
+        if shard_group is not None and shard_group != key:
+            return axis_of(f"{self.axis(shard_group).name}.post_forward", ranks)
         return axis_of(self._axes.get(key) or _name_group(description, ranks), ranks)
 
     def is_shape(self, key: str) -> bool:
@@ -116,7 +115,7 @@ class GroupNames:
         for axis in by_key.values():
             layouts[axis.name].add(axis)
         return {
-            key: replace(axis, name=f"{axis.name}.{_make_suffix(axis)}")
+            key: replace(axis, name=f"{axis.name}.{_make_axis_suffix(axis)}")
             if len(layouts[axis.name]) > 1
             else axis
             for key, axis in by_key.items()
@@ -137,7 +136,7 @@ class GroupNames:
             for key, axis in axes.items()
         }
 
-    def members(self, axes: Mapping[str, MeshAxis]) -> dict[str, tuple[tuple[int, ...], int]]:
+    def group_members(self, axes: Mapping[str, MeshAxis]) -> dict[str, tuple[tuple[int, ...], int]]:
         """Return `Collective.group_ranks` and `group_number` of each group in `axes`."""
         counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
         members = {}
@@ -153,7 +152,7 @@ class GroupNames:
         # The names include axes of meshes that this rank is not in. `used_keys` are the keys of the
         # groups that collectives used; only their names may have a suffix.
         for group in process_groups():
-            self.note(group)
+            self.add_group(group)
         used = {key: axis.name for key, axis in self.axes(used_keys).items()}
         groups = {key: used.get(key) or self.axis(key).name for key in self._groups}
         names = {*groups.values(), *self._axes.values(), *self._foreign_axes}
@@ -247,7 +246,7 @@ def _parse_axis_name(description: str) -> str:
     return "" if description == "undefined" else printable(description.removeprefix("mesh_"))
 
 
-def _make_suffix(axis: MeshAxis) -> str:
+def _make_axis_suffix(axis: MeshAxis) -> str:
     """Return a suffix for an axis with an ambiguous name; if possible, the same on all ranks."""
     if axis.groups:
         return f"ranks{write_ranks(axis.groups[0])}"

@@ -40,19 +40,19 @@ class TracedModule:
     """The module's class, in CommDebugMode's notation."""
     placements: dict[str, Placements]
     """Placements of the direct parameters, keyed by name. A gathered parameter has None until
-    `settle` reads its placements."""
+    `resolve` reads its placements."""
     callers: tuple[TracedModule, ...] = ()
     """The modules that were running when this one was first called, outermost first."""
     name: str = GLOBAL
-    """The module's name in CommDebugMode: the root's class, then the FQN. `settle` sets it."""
+    """The module's name in CommDebugMode: the root's class, then the FQN. `resolve` sets it."""
 
-    def settle(self, keys: Mapping[int, str]) -> None:
+    def resolve(self, keys: Mapping[int, str]) -> None:
         """Set the name from `keys`, and fill in the placements of parameters that were gathered."""
         module = self.module()
         if module is not None:
             self.name = keys.get(id(module), type(module).__name__)
             # While a unit is gathered, FSDP registers plain tensors, which have no placements.
-            now = _parameters(module)
+            now = _direct_parameters(module)
             self.placements = {
                 name: _placements(now.get(name)) if placed is None else placed
                 for name, placed in self.placements.items()
@@ -60,7 +60,7 @@ class TracedModule:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the direct parameters, keyed by name; raise if the model no longer exists."""
-        now = _parameters(self.module())
+        now = _direct_parameters(self.module())
         if not now.keys() >= self.placements.keys():
             raise _make_model_gone_error()
         # Reading `.data` dispatches an operation: hide it from the recording and the test's modes.
@@ -68,9 +68,9 @@ class TracedModule:
             return {name: now[name].data for name in self.placements}
 
 
-def _trace_module(module: nn.Module) -> TracedModule:
+def _make_traced_module(module: nn.Module) -> TracedModule:
     module_type = str(type(module)).replace("<", "").replace(">", "")
-    placements = {name: _placements(param) for name, param in _parameters(module).items()}
+    placements = {name: _placements(param) for name, param in _direct_parameters(module).items()}
     return TracedModule(weakref.ref(module), module_type, placements)
 
 
@@ -98,7 +98,7 @@ class ModuleTracer:
         self._traced: dict[int, TracedModule] = {}  # keyed by id, valid while the module exists
         self._called: dict[TracedModule, None] = {}
 
-    def note(self, func: object, dtensor_args: Sequence[Any] | None = None) -> None:
+    def trace_operation(self, func: object, dtensor_args: Sequence[Any] | None = None) -> None:
         """Record an operation; `dtensor_args` are its arguments if DTensor handles it."""
         if not isinstance(func, OpOverload):  # a higher-order operator
             return
@@ -147,17 +147,17 @@ class ModuleTracer:
         traced = self._traced.get(id(module))
         # Compare the modules, because a module that no longer exists may have had this id.
         if traced is None or traced.module() is not module:
-            traced = self._traced[id(module)] = _trace_module(module)
+            traced = self._traced[id(module)] = _make_traced_module(module)
         return traced
 
-    def result(self, names: ModuleNames) -> ModuleTrace:
+    def make_trace(self, names: ModuleNames) -> ModuleTrace:
         """Return the trace so far."""
         outermost = (traced.module() for traced in self._called if not traced.callers)
         outside = _map_ids_to_debug_names(module for module in outermost if module is not None)
         keys = {**outside, **names.debug_names}
-        for traced in {*self._called, *(noted[0] for noted in self._operations)}:
+        for traced in {*self._called, *(traced for traced, _ in self._operations)}:
             if traced is not None:
-                traced.settle(keys)
+                traced.resolve(keys)
         called = {traced.name: traced for traced in self._called if traced.module() is not None}
         return ModuleTrace(
             modules=lambda: tuple(called.values()),
@@ -173,19 +173,19 @@ def make_trace_without_operations(roots: Sequence[nn.Module], names: ModuleNames
     """Return the trace of a block that ran without a `ModuleTracer`: modules, but no operations."""
     return ModuleTrace(
         # Build the list lazily: every block has a trace, but few tests read it.
-        modules=functools.partial(_modules_below, [weakref.ref(root) for root in roots]),
+        modules=functools.partial(_list_traced_modules, [weakref.ref(root) for root in roots]),
         keys=_make_debug_name_finder(names),
     )
 
 
-def _modules_below(references: Sequence[weakref.ref[nn.Module]]) -> tuple[TracedModule, ...]:
+def _list_traced_modules(references: Sequence[weakref.ref[nn.Module]]) -> tuple[TracedModule, ...]:
     roots = [root for root in (reference() for reference in references) if root is not None]
     if len(roots) < len(references):
         raise _make_model_gone_error()
     keys = _map_ids_to_debug_names(roots)
     modules: dict[str, TracedModule] = {}
     for module in (module for root in roots for module in root.modules() if has_forward(module)):
-        traced = _trace_module(module)
+        traced = _make_traced_module(module)
         traced.name = keys[id(module)]
         traced.callers = tuple(
             modules[key] for key in _list_enclosing_names(traced.name) if key in modules
@@ -205,7 +205,7 @@ def _placements(parameter: Any) -> Placements:
     return tuple(parameter.placements) if isinstance(parameter, DTensor) else None
 
 
-def _parameters(module: nn.Module | None) -> dict[str, torch.Tensor]:
+def _direct_parameters(module: nn.Module | None) -> dict[str, torch.Tensor]:
     # Do not use getattr(), which could run a property of the user's class.
     return {} if module is None else dict(module.named_parameters(recurse=False))
 
@@ -238,4 +238,4 @@ def _make_debug_name_finder(names: ModuleNames) -> Callable[[str], tuple[str, ..
 
 def _list_enclosing_names(key: str) -> Iterator[str]:
     """Yield the names of the modules that contain a module, outermost first."""
-    return (key[:at] for at, character in enumerate(key) if character == ".")
+    return (key[:index] for index, character in enumerate(key) if character == ".")

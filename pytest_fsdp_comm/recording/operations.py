@@ -28,7 +28,7 @@ UNKNOWN: Final = "unknown:"
 operation. All its tensors count as sent."""
 
 
-class Place(Enum):
+class Location(Enum):
     """Where an operation's tensors are, if no single named argument holds them."""
 
     NOWHERE = auto()
@@ -38,7 +38,7 @@ class Place(Enum):
     """In all arguments, because the operation is not in the tables."""
 
 
-NOWHERE: Final = Place.NOWHERE
+NOWHERE: Final = Location.NOWHERE
 
 BATCH: Final = "batch"
 """Kind of an operation that runs several ``isend`` and ``irecv``, which we record one by one."""
@@ -66,20 +66,20 @@ class Operation:
 
     kind: str
     """One of `events.COLLECTIVE_KINDS`, ``unknown:<op>`` or, for several messages, `BATCH`."""
-    sent: str | Place = "input"
-    """The argument that holds the tensors to send, or a `Place`."""
-    received: str | Place = Place.RESULT
-    """The argument that holds the output tensors, or a `Place`."""
+    sent: str | Location = "input"
+    """The argument that holds the tensors to send, or a `Location`."""
+    received: str | Location = Location.RESULT
+    """The argument that holds the output tensors, or a `Location`."""
     root: str = ""
     """The argument that holds the root's group rank; empty if the operation has no root."""
     peer: str = ""
     """The argument that holds the peer's group rank (a list in a batch); empty without a peer."""
 
     def tensors_sent(self, bound: Mapping[object, object]) -> list[Any]:
-        return tensors_in(bound if self.sent is Place.ALL else bound.get(self.sent))
+        return tensors_in(bound if self.sent is Location.ALL else bound.get(self.sent))
 
     def tensors_received(self, bound: Mapping[object, object], result: object) -> list[Any]:
-        return tensors_in(result if self.received is Place.RESULT else bound.get(self.received))
+        return tensors_in(result if self.received is Location.RESULT else bound.get(self.received))
 
 
 _C10D: Final = {
@@ -134,7 +134,7 @@ def find_operation(func: Any) -> Operation | None:
     if func.namespace not in NAMESPACES or name in SILENT:
         return None
     operation = (_C10D if func.namespace == "c10d" else _FUNCTIONAL).get(name)
-    return operation or Operation(f"{UNKNOWN}{name}", Place.ALL, NOWHERE)
+    return operation or Operation(f"{UNKNOWN}{name}", Location.ALL, NOWHERE)
 
 
 class Call:
@@ -145,7 +145,7 @@ class Call:
         self.func = func
         self.operation = operation
         self.namespace: str = func.namespace
-        self.may_be_units = self.namespace == "c10d" and operation.kind in _SENT_BY_UNITS
+        self.may_come_from_unit = self.namespace == "c10d" and operation.kind in _SENT_BY_UNITS
         """Whether FSDP units may call the operation directly. They call functional collectives only
         through DTensor, to reduce partial gradients."""
         self.op = f"{func.namespace}.{func.overloadpacket.__name__}"
@@ -180,7 +180,7 @@ def group_of(bound: Mapping[object, object]) -> dist.ProcessGroup | None:
     return group
 
 
-def shows_async() -> bool:
+def has_async_flag() -> bool:
     """Whether c10d operations of this torch version take a flag for asynchronous calls."""
     arguments = torch.ops.c10d.allreduce_.default._schema.arguments
     # torch up to 2.13 uses one of these names.
@@ -198,7 +198,7 @@ def tensors_in(value: object) -> list[Any]:
     return [tensor for entry in value for tensor in tensors_in(entry)]
 
 
-def messages(
+def message_fields(
     operation: Operation,
     group: dist.ProcessGroup | None,
     bound: Mapping[object, Any],
@@ -211,29 +211,29 @@ def messages(
         return [
             message
             for call, number, tensor in calls
-            for message in messages(call, group, {"tensor": tensor, call.peer: number}, None)
+            for message in message_fields(call, group, {"tensor": tensor, call.peer: number}, None)
         ]
     sent = operation.tensors_sent(bound)
     received = operation.tensors_received(bound, result)
-    root_rank = _check_group_rank(group, bound[operation.root]) if operation.root else None
+    root_rank = _group_rank_if_valid(group, bound[operation.root]) if operation.root else None
     if operation.kind == "broadcast":
         is_source = group is not None and group.rank() == root_rank
         sent, received = (sent, []) if is_source else ([], received)
     return [
         {
             "kind": operation.kind,
-            "dtype": joined_dtypes(tensor.dtype for tensor in sent or received),
+            "dtype": join_dtypes(tensor.dtype for tensor in sent or received),
             "nbytes_sent": _nbytes(sent),
             "nbytes_received": _nbytes(received),
             "peer": _peer_distance(group, bound[operation.peer]) if operation.peer else None,
             "root_rank": root_rank,
-            "reduce_op": reduce_op(bound.get("reduce_op", bound.get("red_op"))),
+            "reduce_op": read_reduce_op(bound.get("reduce_op", bound.get("red_op"))),
             "is_async": bound.get("async_op", bound.get("asyncOp")),
         }
     ]
 
 
-def parts_of_reduce_scatter(
+def list_reduce_scatter_parts(
     operation: Operation, bound: Mapping[object, object]
 ) -> tuple[tuple[str, int], ...]:
     """Return each tensor's dtype and bytes for a reduce-scatter, else (). See `Pending.parts`."""
@@ -243,7 +243,7 @@ def parts_of_reduce_scatter(
     return tuple((_dtype_name(tensor.dtype), _nbytes([tensor])) for tensor in tensors)
 
 
-def _check_group_rank(group: dist.ProcessGroup | None, number: int | None) -> int | None:
+def _group_rank_if_valid(group: dist.ProcessGroup | None, number: int | None) -> int | None:
     # torch's functional sends and broadcasts pass a global rank where a group rank is expected; the
     # global rank may be too large for the group.
     if group is None or number is None or not 0 <= number < group.size():
@@ -252,11 +252,11 @@ def _check_group_rank(group: dist.ProcessGroup | None, number: int | None) -> in
 
 
 def _peer_distance(group: dist.ProcessGroup | None, number: int | None) -> int | None:
-    rank = _check_group_rank(group, number)
+    rank = _group_rank_if_valid(group, number)
     return None if group is None or rank is None else (rank - group.rank()) % group.size()
 
 
-def reduce_op(argument: object) -> str | None:
+def read_reduce_op(argument: object) -> str | None:
     """Return the name of a reduction, such as ``sum``, from a call's argument; None if unknown."""
     if argument is None:
         return None
@@ -267,7 +267,7 @@ def reduce_op(argument: object) -> str | None:
     return None if number is None else str(dist.ReduceOp.RedOpType(number()).name).lower()
 
 
-def joined_dtypes(dtypes: Iterable[torch.dtype]) -> str:
+def join_dtypes(dtypes: Iterable[torch.dtype]) -> str:
     """Join distinct dtypes in order of appearance, as in `comm.events.Collective.dtype`."""
     return "+".join(dict.fromkeys(map(_dtype_name, dtypes)))
 

@@ -9,17 +9,17 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from pytest_fsdp_comm.recording.operations import Call, group_of, messages
+from pytest_fsdp_comm.recording.operations import Call, group_of, message_fields
 
 
 class Overlap(Protocol):
     """The order of everything that was issued since the outermost recording began."""
 
     def issue(self, group: object, message: Mapping[str, object], result: object) -> object:
-        """Issue one message of a collective, and return its place for `beside`."""
+        """Issue one message of a collective, and return its position for `work_beside`."""
         ...
 
-    def beside(self, place: Any) -> Iterable[tuple[nn.Module | None, int]]:
+    def work_beside(self, position: Any) -> Iterable[tuple[nn.Module | None, int]]:
         """Yield the running module and the FLOPs of each operation that can hide a collective."""
         ...
 
@@ -31,7 +31,7 @@ class Overlap(Protocol):
 
 
 class _Thread(threading.local):
-    places: Sequence[Any] = ()
+    positions: Sequence[Any] = ()
 
 
 _thread = _Thread()
@@ -88,11 +88,11 @@ def run_and_issue(
     result = run()
     bound = call.bind(args, kwargs)
     group = group_of(bound)
-    sent = messages(call.operation, group, bound, result)
-    _thread.places = [overlap.issue(group, message, result) for message in sent]
+    sent = message_fields(call.operation, group, bound, result)
+    _thread.positions = [overlap.issue(group, message, result) for message in sent]
     return result
 
 
-def places_of_last_collective(num_messages: int) -> Sequence[object]:
-    """Return the places of the messages of the collective that this thread has just run."""
-    return _thread.places if _overlap is not None else [None] * num_messages
+def positions_of_last_collective(num_messages: int) -> Sequence[object]:
+    """Return the stream positions of the messages of the collective that this thread just ran."""
+    return _thread.positions if _overlap is not None else [None] * num_messages

@@ -32,7 +32,7 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.recording import active
 from pytest_fsdp_comm.recording.active import entered_recorders
 from pytest_fsdp_comm.recording.overlap import current_overlap
-from pytest_fsdp_comm.recording.owners.fsdp import IS_WATCHED, Around, watched_methods
+from pytest_fsdp_comm.recording.owners.fsdp import IS_WATCHED, Around, list_watched_methods
 from pytest_fsdp_comm.recording.owners.stack import engine_code
 from pytest_fsdp_comm.recording.value_dependence import is_value_read
 
@@ -40,7 +40,7 @@ Replacement = tuple[object, str, object]
 """A class or module, the name of an attribute, and its replacement."""
 
 _INPUTS: Final = slice(3, 4)
-"""The place of `inputs` among the engine's positional arguments after `outputs`, as a slice."""
+"""The index of `inputs` among the engine's positional arguments after `outputs`, as a slice."""
 _INHERITED: Final = object()
 _lock = threading.RLock()
 _num_users = 0
@@ -130,16 +130,16 @@ def _compiler_callback_handler() -> Any:
 
 def _register_compiler_callbacks() -> None:
     handler = _compiler_callback_handler()
-    if _undo_before_compilation not in handler.start_callbacks:
-        handler.register_start_callback(_undo_before_compilation)
-        handler.register_end_callback(_redo_after_compilation)
+    if _revert_before_compilation not in handler.start_callbacks:
+        handler.register_start_callback(_revert_before_compilation)
+        handler.register_end_callback(_reapply_after_compilation)
 
 
-def _undo_before_compilation(*_: object) -> None:  # torch 2.7 passes nothing
+def _revert_before_compilation(*_: object) -> None:  # torch 2.7 passes nothing
     _revert_patches(_patches)
 
 
-def _redo_after_compilation(*_: object) -> None:
+def _reapply_after_compilation(*_: object) -> None:
     _apply_patches(_patches)
 
 
@@ -162,7 +162,7 @@ def _list_wrappers() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     state = upstream.look_up("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
     yield state, "_pre_forward", _wrap_pre_forward
     yield state, "_post_forward", _wrap_post_forward
-    for holder, name, around in watched_methods():
+    for holder, name, around in list_watched_methods():
         yield holder, name, functools.partial(_wrap_watched_method, name, around)
     for name in ("then", "add_done_callback"):
         # Patch the base class, because work.get_future() returns an instance of it.
@@ -212,7 +212,7 @@ def _wrap_engine(original: Any) -> object:
         recorders = entered_recorders()
         inputs = (*args[_INPUTS], ())[0]
         adds = kwargs.get("accumulate_grad", True)
-        depths = [(each, each.enter_engine(outputs, inputs or (), adds=adds)) for each in recorders]
+        depths = [(r, r.enter_engine(outputs, inputs or (), adds=adds)) for r in recorders]
         overlap = current_overlap()
         try:
             if overlap is None:
@@ -223,7 +223,7 @@ def _wrap_engine(original: Any) -> object:
             for recorder, depth in depths:
                 recorder.backward.leave(depth)
                 # Look for results among the gradients now, before user code zeroes them.
-                recorder.tensors.settle_new()
+                recorder.tensors.attribute_new_results()
                 recorder.tensors.expect_new_gradients()
 
     return engine
@@ -316,7 +316,7 @@ def _wrap_value_read(original: Any) -> object:
         for recorder in entered_recorders():
             reads = None if torch.compiler.is_compiling() else recorder.reads
             if reads is not None and is_value_read(name, args, kwargs):
-                reads.note(name)
+                reads.note_read(name)
         return original(*args, **kwargs)
 
     return read

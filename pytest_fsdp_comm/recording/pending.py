@@ -29,7 +29,7 @@ from pytest_fsdp_comm.comm.events import (
     Source,
 )
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.recording.operations import joined_dtypes
+from pytest_fsdp_comm.recording.operations import join_dtypes
 from pytest_fsdp_comm.recording.overlap import Overlap
 from pytest_fsdp_comm.recording.owners.attribution import Attribution
 from pytest_fsdp_comm.recording.owners.fsdp import registered_parameters, unit_parameters
@@ -62,8 +62,8 @@ class Pending(Generic[Event]):
     """The key of a collective's group in `GroupNames`; None if its arguments name no group."""
     parts: tuple[tuple[str, int], ...] = ()
     """Each tensor's dtype and bytes in a reduce-scatter, because gloo sends them one by one."""
-    place: Any = None
-    """A collective's place for `Overlap.beside`; None if its overlap is unknown."""
+    position: Any = None
+    """A collective's position for `Overlap.work_beside`; None if its overlap is unknown."""
 
     def finish(
         self,
@@ -84,7 +84,7 @@ class Pending(Generic[Event]):
             values["ahead"] = gather and gather.ahead
         if record is Collective:
             if gather and gather.dtypes and values["dtype"] == "uint8":
-                values["dtype"] = joined_dtypes(chain(*gather.dtypes))
+                values["dtype"] = join_dtypes(chain(*gather.dtypes))
             values["source"] = call.source
             values["role"] = _decide_role(kind, values["dtype"], call)
             axis = None
@@ -97,10 +97,10 @@ class Pending(Generic[Event]):
                 values["backward"], values["num_backwards"] = names.backward_number_and_count(
                     call, after
                 )
-                values["parameters"] = names.parameters(call.reduced)
+                values["parameters"] = names.parameter_fqns(call.reduced)
             values["group_size"] = 0 if axis is None else axis.size
-            if self.place is not None:
-                values["beside"] = names.beside(self.place)
+            if self.position is not None:
+                values["beside"] = names.modules_beside(self.position)
                 values["exposed"] = not values["beside"]
         return record(**values)
 
@@ -135,15 +135,15 @@ class OwnerNames:
             return self._find_ddp_replica(attribution.issued_in)
         return attribution.owner
 
-    def parameters(self, registered: Iterable[tuple[nn.Module, str]]) -> tuple[str, ...]:
+    def parameter_fqns(self, registered: Iterable[tuple[nn.Module, str]]) -> tuple[str, ...]:
         """Return the FQNs of parameters; each is given as its module and its name there."""
         paths = [(self.modules.fqn(module), name) for module, name in registered]
         return tuple(f"{fqn}.{name}" if fqn else name for fqn, name in paths)
 
-    def beside(self, place: object) -> tuple[Beside, ...]:
+    def modules_beside(self, position: object) -> tuple[Beside, ...]:
         """Return the modules whose operations can hide a collective, in order of appearance."""
         flops: Counter[str | None] = Counter()
-        for module, amount in () if self._overlap is None else self._overlap.beside(place):
+        for module, amount in () if self._overlap is None else self._overlap.work_beside(position):
             flops[None if module is None else self.modules.fqn(module)] += amount
         return tuple(Beside(module=fqn, flops=amount) for fqn, amount in flops.items())
 
@@ -180,7 +180,7 @@ class OwnerNames:
                 if not leaves.isdisjoint(added)
             ]
         passes = self._passes[source, ids]
-        number = sum(place <= after for place in passes)
+        number = sum(begun <= after for begun in passes)
         return (number, len(passes)) if number and len(passes) > 1 else (None, None)
 
     @cached_property

@@ -46,31 +46,31 @@ from pytest_fsdp_comm.recording.operations import (
     TIMING_CATEGORIES,
     Call,
     group_of,
-    messages,
-    parts_of_reduce_scatter,
-    shows_async,
+    has_async_flag,
+    list_reduce_scatter_parts,
+    message_fields,
     timing_categories,
 )
 from pytest_fsdp_comm.recording.overlap import (
     Overlap,
     follow_overlap,
     is_simulated,
-    places_of_last_collective,
+    positions_of_last_collective,
 )
 from pytest_fsdp_comm.recording.owners.attribution import (
     Attribution,
     BackwardMap,
     attribute,
-    attribute_on_thread,
+    attribute_on_other_thread,
     attribute_to_unit,
     find_leaf_ids,
 )
 from pytest_fsdp_comm.recording.owners.fsdp import (
     ReshardAction,
     UnitWatch,
+    find_replaced_methods,
     fsdp_root,
     param_groups,
-    replaced_methods,
 )
 from pytest_fsdp_comm.recording.owners.module_names import Modules
 from pytest_fsdp_comm.recording.owners.stack import StackScan, scan_stack
@@ -168,9 +168,9 @@ class Recorder:
                 with self._lock:
                     self._is_recording = False
                 if not problem:
-                    self._unseen.update(dict.fromkeys(kernels.gaps()))
+                    self._unseen.update(dict.fromkeys(kernels.find_gaps()))
                 self._note_unseen_groups()
-                self._witness.end(self._list_pending(Collective))
+                self._witness.find_unseen(self._list_pending(Collective))
                 self._note_lost_owners()
 
     def finish(self) -> RecordedBlock:
@@ -198,7 +198,7 @@ class Recorder:
         names = OwnerNames([*self._roots], (), None, are_parts=self._has_models)
         recorded = sorted(self._list_pending(Collective), key=attrgetter("index"))
         numbered = self._witness.key_calls_by_sequence_number(recorded)
-        return {at: names.owner(call.attribution) or "" for at, call in numbered.items()}
+        return {key: names.owner(call.attribution) or "" for key, call in numbered.items()}
 
     def _list_pending(self, record: type[Event]) -> list[Pending[Event]]:
         return [entry for entry in [*self._pending] if entry.record is record]
@@ -212,15 +212,15 @@ class Recorder:
         names = OwnerNames(self._roots, self._backwards, self._overlap, are_parts=self._has_models)
         units = [unit for _, unit in param_groups(names.modules.modules)]
         self._groups.learn_meshes_of_parameters(names.modules.modules)
-        if self._is_recording:  # otherwise `_note_lost_owners` has already called `settle`
-            self.tensors.settle()
+        if self._is_recording:  # otherwise `_note_lost_owners` has already done this
+            self.tensors.attribute_results()
         # Sort by index: events are appended when their calls return, so nested events come first.
         pending = sorted(self._pending, key=attrgetter("index"))
         sent = [entry for entry in pending if entry.group is not None]
         # Equal meshes share DTensor's caches, so DTensors may use groups of an earlier test's mesh.
         counted = {e.group for e in sent if e.attribution.source is not Source.DTENSOR}
         axes = self._groups.axes((entry.group for entry in sent if entry.group), counted)
-        members = self._groups.members(axes)
+        members = self._groups.group_members(axes)
 
         def finish_events(record: type[Event]) -> tuple[Event, ...]:
             entries = [entry for entry in pending if entry.record is record]
@@ -235,7 +235,7 @@ class Recorder:
             backend=self._backend,
             torch_version=str(torch.__version__),
             mesh_axes=merge_axes(axes.values()),
-            shows_async=shows_async(),
+            shows_async=has_async_flag(),
             shows_overlap=self._overlap is not None,
             collectives=collectives,
             reshards=finish_events(Reshard),
@@ -264,7 +264,7 @@ class Recorder:
             roots=tuple(map(weakref.ref, self._roots)),
             trace=make_trace_without_operations(self._roots, names.modules)
             if self._tracer is None
-            else self._tracer.result(names.modules),
+            else self._tracer.make_trace(names.modules),
         )
 
     def _collect_gaps_and_notes(
@@ -273,7 +273,7 @@ class Recorder:
         """Return the gaps and notes; both are empty while recording. Call it after naming axes."""
         if self._is_recording:
             return (), ()
-        unseen = self._witness.gaps(lambda: self._groups.groups_and_axes(used_groups)[0])
+        unseen = self._witness.make_gaps(lambda: self._groups.groups_and_axes(used_groups)[0])
         of_values = () if self.reads is None else self.reads.gaps
         return (
             *unseen,
@@ -317,12 +317,12 @@ class Recorder:
         acts: list[Pending[Any]] = [*self._list_pending(Collective), *self._list_pending(Reshard)]
         for entry in sorted(acts, key=attrgetter("index")):
             for module in entry.attribution.acting:
-                root = None if id(module) in below_roots else self._root_above(module)
+                root = None if id(module) in below_roots else self._find_root_above(module)
                 if root is not None:
                     self._add_root(root)
                     below_roots.update(map(id, root.modules()))
 
-    def _root_above(self, module: nn.Module) -> nn.Module | None:
+    def _find_root_above(self, module: nn.Module) -> nn.Module | None:
         for root in (earlier() for earlier in self._earlier_roots):
             if root is not None and any(module is child for child in root.modules()):
                 return root
@@ -385,7 +385,7 @@ class Recorder:
         __tracebackhide__ = True
         operation = call.operation
         bound = call.bind(args, kwargs)
-        unit = self._attribute_to_unit() if call.may_be_units and not kwargs else None
+        unit = self._attribute_from_unit() if call.may_come_from_unit and not kwargs else None
         if unit is not None:
             scan, dtensor, attribution = StackScan(), None, unit
             call_site, is_of_backward = find_call_site(), unit.phase is Phase.BACKWARD
@@ -410,14 +410,14 @@ class Recorder:
             seconds = time.perf_counter() - started
             for category in timing_categories(operation.kind, attribution.source):
                 self._seconds[category] += seconds
-        places = places_of_last_collective(len(indices))
+        positions = positions_of_last_collective(len(indices))
         group = group_of(bound)
-        key = None if group is None else self._groups.note(group)
+        key = None if group is None else self._groups.add_group(group)
         if attribution.carried is not None and attribution.carried.label is None:
             self.tensors.follow(operation, attribution, operation.tensors_received(bound, result))
         if self.reads is not None and operation.kind == "all_to_all":
             self.reads.note_splits(bound, call_site)
-        parts = parts_of_reduce_scatter(operation, bound)
+        parts = list_reduce_scatter_parts(operation, bound)
         common = {
             "op": call.op,
             "call_site": call_site,
@@ -425,25 +425,25 @@ class Recorder:
             "after_backwards": len(self._backwards),
             "is_unordered": is_unordered,
         }
-        sent = messages(operation, group, bound, result)
-        for index, message, place in zip(indices, sent, places, strict=True):
+        sent = message_fields(operation, group, bound, result)
+        for index, message, position in zip(indices, sent, positions, strict=True):
             fields = {**common, **message}
-            self._append(Pending(Collective, index, attribution, fields, key, parts, place))
+            self._add_event(Pending(Collective, index, attribution, fields, key, parts, position))
         if scan.redistributing is None:
             self._redistribution_watch.last = None
             return result
         move = self._redistribution_watch.describe_new_redistribution(scan.redistributing)
         if move is not None:
             move |= {"is_explicit": dtensor is not None, "call_site": call_site}
-            self._append(Pending(Redistribution, next(self._indices), attribution, move))
+            self._add_event(Pending(Redistribution, next(self._indices), attribution, move))
         return result
 
-    def _append(self, entry: Pending[Any]) -> None:
+    def _add_event(self, entry: Pending[Any]) -> None:
         with self._lock:
             if self._is_recording:  # a call in a callback may return after the block
                 self._pending.append(entry)
                 if entry.group is not None:
-                    self._witness.follow()
+                    self._witness.add_current_thread()
 
     def note_gather_backward(self) -> None:
         """Note a call that depends on the backend, unless a simulation chooses what NCCL sends."""
@@ -456,9 +456,9 @@ class Recorder:
     def note_host_wait(self, way: str) -> None:
         """Record that the host waits for the GPU."""
         scan = scan_stack()
-        attribution = self._attribute_to_unit() or self._attribute_from_stack(scan)
+        attribution = self._attribute_from_unit() or self._attribute_from_stack(scan)
         fields = {"way": way, "call_site": scan.call_site}
-        self._append(Pending(HostWait, next(self._indices), attribution, fields))
+        self._add_event(Pending(HostWait, next(self._indices), attribution, fields))
 
     def running_module(self) -> nn.Module | None:
         """Return the module whose forward or backward runs on this thread, if it is known."""
@@ -482,7 +482,7 @@ class Recorder:
     def _note_reshard(
         self, action: ReshardAction, modules: tuple[nn.Module, ...], nbytes: int, seconds: float
     ) -> None:
-        attribution = self._attribute_to_unit() or self._attribute_from_stack(scan_stack())
+        attribution = self._attribute_from_unit() or self._attribute_from_stack(scan_stack())
         if action == "reshard":
             self._seconds["resharding"] += seconds
             self._seconds["all"] += seconds
@@ -510,7 +510,7 @@ class Recorder:
         scan = scan_stack()
         return self._attribute_from_stack(scan).phase, scan.call_site
 
-    def _attribute_to_unit(self) -> Attribution | None:
+    def _attribute_from_unit(self) -> Attribution | None:
         if self._num_resumed:
             return None
         attribution = attribute_to_unit(self.units, self.backward)
@@ -523,7 +523,7 @@ class Recorder:
         if inherited is not None:
             return replace(inherited)
         if self not in entered_recorders():
-            return attribute_on_thread(scan, namespace)
+            return attribute_on_other_thread(scan, namespace)
         attribution = attribute(scan, self.units, self.backward, namespace)
         self._update_idle_and_roots(attribution.acting, scan.outermost)
         return attribution
@@ -574,7 +574,7 @@ class Recorder:
             )
 
     def _note_replaced_methods(self, groups: Iterable[object]) -> None:
-        names = sorted(replaced_methods(groups))
+        names = sorted(find_replaced_methods(groups))
         if names:
             self.note_unseen(
                 f"{', '.join(names)} of FSDP units had been replaced before the block began (for "
@@ -583,7 +583,7 @@ class Recorder:
             )
 
     def _note_lost_owners(self) -> None:
-        self.tensors.settle()
+        self.tensors.attribute_results()
         calls = [entry.attribution for entry in self._list_pending(Collective)]
         count = sum(call.lacks_forward and call.label is None for call in calls)
         if count:

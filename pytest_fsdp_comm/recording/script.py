@@ -107,7 +107,7 @@ def check_steps(first: int, last: int) -> None:
         )
 
 
-def too_short(count: int, last: int) -> RecordingError:
+def make_too_short_error(count: int, last: int) -> RecordingError:
     """Return the error for a script that ended before step `last`."""
     return RecordingError(
         f"the script ended after {show_count(count, 'optimizer step')} in this process, before "

@@ -27,8 +27,8 @@ from pytest_fsdp_comm.recording.script import (
     FIRST,
     ScriptEnded,
     check_steps,
+    make_too_short_error,
     run_script,
-    too_short,
     watch_optimizer_steps,
 )
 from pytest_fsdp_comm.upstream import look_up
@@ -56,8 +56,8 @@ class StepRecorder:
         self._undo = contextlib.ExitStack()
         self._undo.enter_context(
             patch_attributes(
-                wrap_attribute(torch.amp.GradScaler, "step", self._step_scaler),
-                wrap_attribute(nn.Module, "eval", self._evaluate),
+                wrap_attribute(torch.amp.GradScaler, "step", self._run_around_scaler_step),
+                wrap_attribute(nn.Module, "eval", self._run_around_eval),
             )
         )
 
@@ -122,12 +122,12 @@ class StepRecorder:
             with contextlib.suppress(UnseenCollectivesWarning):
                 self._mode.__exit__(None, None, None)
 
-    def _evaluate(self, evaluate: Any, module: nn.Module) -> object:
+    def _run_around_eval(self, evaluate: Any, module: nn.Module) -> object:
         is_trained = any(module is model for model in self._trained)
         self.has_evaluation |= self._is_recording and is_trained
         return evaluate(module)
 
-    def _step_scaler(
+    def _run_around_scaler_step(
         self, step: Any, scaler: object, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     ) -> object:
         num_calls = self._num_calls
@@ -141,14 +141,14 @@ def _find_trained_modules(optimizers: Iterable[torch.optim.Optimizer]) -> list[n
     """Return the outermost modules that contain the optimizers' parameters, in parameter order."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     parameters = (parameter for group in groups for parameter in group["params"])
-    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    indices = {id(parameter): index for index, parameter in enumerate(parameters)}
     # Do not use isinstance(), which may run the code of a proxy.
     modules = [entry for entry in gc.get_objects() if issubclass(type(entry), nn.Module)]
     built = [module for module in modules if "_modules" in vars(module)]
     inner = {id(child) for module in built for child in module._modules.values()}
     first: dict[int, nn.Module] = {}
     for module in built:
-        trained = [places[id(param)] for param in module.parameters() if id(param) in places]
+        trained = [indices[id(param)] for param in module.parameters() if id(param) in indices]
         if trained and id(module) not in inner:
             first.setdefault(min(trained), module)
     return [module for _, module in sorted(first.items())]
@@ -201,5 +201,5 @@ def record_script(
         finally:
             recorder.close()
     if not recorder.is_done:
-        raise too_short(recorder.count, step)
+        raise make_too_short_error(recorder.count, step)
     return recorder.models[0] if len(recorder.models) == 1 else recorder.models

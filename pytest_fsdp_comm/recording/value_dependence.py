@@ -46,9 +46,9 @@ class ValueReads:
             return
         if name == "repeat_interleave" and kwargs.get("output_size") is not None:
             return
-        self.note(name_of_read(func))
+        self.note_read(name_of_read(func))
 
-    def note(self, how: str) -> None:
+    def note_read(self, how: str) -> None:
         """Add a gap for this read of values, if user code requested it in forward or backward."""
         frame = _find_requesting_user_frame()
         if frame is None:
@@ -87,20 +87,20 @@ class KeptAnswers:
         self.current: dict[Answer, None] = {}
         """The values returned to the running test, or to the fixture that is being set up."""
 
-    def begin(self, used: Container[str]) -> None:
+    def begin_test(self, used: Container[str]) -> None:
         """Begin a test that uses the fixtures named in `used`."""
         self._used, self.current = used, {}
 
     @contextlib.contextmanager
     def store_for(self, fixture: str) -> Iterator[None]:
-        """Store the values assumed in the block under a fixture's name; `forget` removes them."""
+        """Store the values assumed in the block under a fixture's name, until `forget_fixture`."""
         outer, self.current = self.current, self._of_fixtures.setdefault(fixture, {})
         try:
             yield
         finally:
             self.current = outer
 
-    def forget(self, fixture: str) -> None:
+    def forget_fixture(self, fixture: str) -> None:
         self._of_fixtures.pop(fixture, None)
 
     def __iter__(self) -> Iterator[Answer]:
@@ -115,7 +115,7 @@ SKIPPED: Final = "skipped"
 answers_of_process: Final = KeptAnswers()
 
 
-def note_answer(value: object, how: str, *, of_process: bool = False) -> None:
+def add_assumption(value: object, how: str, *, of_process: bool = False) -> None:
     """Record that user code receives an assumed value instead of an unknown value."""
     frame = find_caller()
     site = f"{frame.f_globals.get('__name__')}:{frame.f_code.co_qualname}" if frame else "?"

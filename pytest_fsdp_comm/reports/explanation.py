@@ -10,7 +10,7 @@ from itertools import chain, zip_longest
 from typing import Final, Literal, get_args
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.text.words import first_of, show_count
+from pytest_fsdp_comm.text.words import show_count, take_first
 
 Severity = Literal[
     "ranks diverge", "breaks training", "change", "likely", "cost", "error", "rest", "note", "fix"
@@ -219,7 +219,7 @@ def write_headline(failure: Failure) -> str:
 
 def summarize_changes(failure: Failure) -> tuple[str, ...]:
     """Return a line for each change, with its likely causes; if there is none, the headline."""
-    listed, more = first_of(failure.changes, _MOST_SUMMARIES)
+    listed, more = take_first(failure.changes, _MOST_SUMMARIES)
     more += len(failure.select("rest")) if listed else 0
     lines = [entry.summary for entry in listed]
     lines += [show_count(more, "more change")] if more else []

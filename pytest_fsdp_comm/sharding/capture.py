@@ -24,8 +24,8 @@ from pytest_fsdp_comm.sharding.units import (
     ReadUnit,
     Slot,
     Visit,
-    describe_parameter,
     dtensor_meshes,
+    read_parameter,
     read_placements,
     visit_modules,
 )
@@ -84,7 +84,7 @@ def _collect_parameters(
                 [],
             )
         by_tensor[key][2].append(slot)
-    unfilled = _count_unfilled([entry for _, entry, _ in by_tensor.values()])
+    unfilled = _count_unfilled_nbytes([entry for _, entry, _ in by_tensor.values()])
     by_slot: dict[Slot, int] = {}
     origins: dict[object, int] = {}
     parameters = []
@@ -111,7 +111,7 @@ def _collect_parameters(
     return tuple(parameters), by_slot
 
 
-def _count_unfilled(entries: Sequence[ReadParameter]) -> dict[int, int]:
+def _count_unfilled_nbytes(entries: Sequence[ReadParameter]) -> dict[int, int]:
     """Count the bytes of storages that no parameter fills, for the first parameter of each."""
     # Parameters can share a storage: flat buffers, fused weights, a parameter tied as a view.
     filled: Counter[int] = Counter()
@@ -158,7 +158,7 @@ def _read_unmanaged_parameter(
     placements = read_placements(tensor, axes) if isinstance(tensor, DTensor) else ()
     # FSDP2 marks each tensor that it shards (in torch 2.13, not in 2.7). If such a tensor is still
     # registered in another module, the mark shows that the two parameters were tied.
-    return describe_parameter(tensor, placements, origin=getattr(tensor, "_fsdp_orig_uid", None))
+    return read_parameter(tensor, placements, origin=getattr(tensor, "_fsdp_orig_uid", None))
 
 
 def _module_path(visit: Visit, index: int) -> str:
@@ -225,7 +225,7 @@ def expect_units(model: nn.Module | Sequence[nn.Module], policy: object) -> Wrap
     visit = visit_modules(model)
     tree = capture_tree(model)
     roots = {index for index, node in enumerate(visit.nodes) if node.parent is None}
-    chosen = _choose_modules(visit, tree.parameters, model, policy) - roots
+    chosen = _apply_wrap_policy(visit, tree.parameters, model, policy) - roots
     # Several models may be passed in a ModuleDict. Each of them may be a unit, as a root may be.
     roots |= {
         index
@@ -240,7 +240,7 @@ def expect_units(model: nn.Module | Sequence[nn.Module], policy: object) -> Wrap
     )
 
 
-def _choose_modules(
+def _apply_wrap_policy(
     visit: Visit, parameters: object, model: nn.Module | Sequence[nn.Module], policy: Any
 ) -> set[int]:
     if isinstance(policy, (set, frozenset)):
@@ -261,10 +261,10 @@ def _choose_modules(
             "module, recurse and nonwrapped_numel, or a set of module classes), got "
             f"{type(policy).__name__}"
         )
-    return _choose_by_callable(visit, parameters, policy)
+    return _apply_callable_policy(visit, parameters, policy)
 
 
-def _choose_by_callable(visit: Visit, parameters: Any, policy: Callable[..., bool]) -> set[int]:
+def _apply_callable_policy(visit: Visit, parameters: Any, policy: Callable[..., bool]) -> set[int]:
     """Return the indices of the modules that torch's ``fsdp.wrap._recursive_wrap`` would wrap."""
     numels = [0] * len(visit.nodes)
     for parameter in parameters:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.recording.operations import joined_dtypes
+from pytest_fsdp_comm.recording.operations import join_dtypes
 from pytest_fsdp_comm.recording.owners.fsdp import groups_of_state
 from pytest_fsdp_comm.recording.owners.module_names import find_replicating_group
 from pytest_fsdp_comm.sharding.units import (
@@ -34,10 +34,10 @@ from pytest_fsdp_comm.sharding.units import (
     ReadUnit,
     Slot,
     Visit,
-    describe_parameter,
     dtype_name,
+    make_replicate_placement,
+    read_parameter,
     read_placements,
-    replicate,
 )
 from pytest_fsdp_comm.tree.model import AxisPlacement, Precision, ShardUnit, UnitKind
 
@@ -109,8 +109,8 @@ def _read_fsdp2_group(
         replicate_axis=None
         if replicate_dim is None
         else axes.axis_of_mesh(info.mesh, replicate_dim),
-        reshard_after_forward=_reshard_after_forward(state, group, unit.is_root),
-        precision=_precision(group),
+        reshard_after_forward=_read_reshard_after_forward(state, group, unit.is_root),
+        precision=_read_precision(group),
         offload=isinstance(group.offload_policy, CPUOffloadPolicy),
         gradient_divide_factor=None if factor is None else float(factor),
         force_sum_reduction=can_sum and group.force_sum_reduction_for_comms,
@@ -131,27 +131,27 @@ def _read_fsdp2_group(
     )
 
 
-def _reshard_after_forward(state: Any, group: Any, is_root: bool) -> bool | int | None:
+def _read_reshard_after_forward(state: Any, group: Any, is_root: bool) -> bool | int | None:
     if group.mesh_info.shard_mesh_dim is None:
         return None
     target = group.post_forward_mesh_info
     # In torch 2.7, a root always keeps its parameters; newer versions do so only if
     # reshard_after_forward was not set explicitly.
-    settles_later = state._is_root is None and is_root
-    if target is None or (settles_later and getattr(state, "_auto_reshard_after_forward", True)):
+    is_decided_later = state._is_root is None and is_root
+    if target is None or (is_decided_later and getattr(state, "_auto_reshard_after_forward", True)):
         return False
     if target.shard_mesh_size == group.mesh_info.shard_mesh_size:
         return True
     return int(target.shard_mesh_size)
 
 
-def _precision(group: Any) -> Precision:
+def _read_precision(group: Any) -> Precision:
     policies = [_find_precision_policy(param, group) for param in group.fsdp_params]
     # torch 2.15's param_dtype_override_fn may choose a different param_dtype for each parameter.
     policy = policies[0]
     dtype = dtype_name(policy.param_dtype)
     if any(other_policy.param_dtype != policy.param_dtype for other_policy in policies):
-        dtype = joined_dtypes(_gather_dtype(param, group) for param in group.fsdp_params)
+        dtype = join_dtypes(_gather_dtype(param, group) for param in group.fsdp_params)
     return Precision(
         param_dtype=dtype,
         reduce_dtype=dtype_name(policy.reduce_dtype),
@@ -185,7 +185,7 @@ def _read_fsdp2_parameter(param: Any, visit: Visit, axes: AxisNames) -> ReadPara
     tensor = registered if is_sharded and registered is not None else param.sharded_param
     origin = getattr(param, "_orig_param_uid", None)
     placements = read_placements(tensor, axes)
-    return describe_parameter(tensor, placements, slots=visit.slots(registrations), origin=origin)
+    return read_parameter(tensor, placements, slots=visit.slots(registrations), origin=origin)
 
 
 @upstream.private_names("FSDP1 that fsdp_tree reads")
@@ -214,9 +214,10 @@ def _read_fsdp1_unit(
     # With NO_SHARD, FSDP1 reduces only over `process_group`, and ignores `_inter_node_pg`.
     if is_sharded and getattr(wrapper, "_inter_node_pg", None) is not None:
         replicate_axis = axes.axis_of_group(wrapper._inter_node_pg)
-    placements = [] if replicate_axis is None else [replicate(replicate_axis)]
+    placements = [] if replicate_axis is None else [make_replicate_placement(replicate_axis)]
     if shard_axis is not None:
-        placements.append(replace(replicate(shard_axis), kind="flat_shard", text="FlatShard()"))
+        placement = make_replicate_placement(shard_axis)
+        placements.append(replace(placement, kind="flat_shard", text="FlatShard()"))
     managed: tuple[ReadParameter, ...] = ()
     gathered = padding = nbytes_kept = 0
     if handle is not None:
@@ -228,8 +229,8 @@ def _read_fsdp1_unit(
             padding = gathered - sum(handle.flat_param._numels) * itemsize
         nbytes_kept = shard_numel * handle._orig_param_dtype.itemsize
     policy, backward = wrapper.mixed_precision, wrapper.backward_prefetch
-    prefetch = [] if backward is None else [backward.name]
-    prefetch += ["FORWARD"] * wrapper.forward_prefetch
+    forward = ["FORWARD"] if wrapper.forward_prefetch else []
+    prefetch = [*([] if backward is None else [backward.name]), *forward]
     unit = ShardUnit(
         kind="fsdp1",
         modules=(index,),
@@ -286,7 +287,7 @@ def _read_fsdp1_parameters(
         shard = flat._shard_param_infos[number]
         original = flat if flat._params is None else flat._params[number]
         slots = visit.slots([(info.module, info.param_name), *same])
-        entry = describe_parameter(original, placements, slots=slots)
+        entry = read_parameter(original, placements, slots=slots)
         node = replace(
             entry.node,
             shape=shape,
@@ -304,13 +305,13 @@ def read_ddp(visit: Visit, axes: AxisNames, managed: set[Slot]) -> Iterator[Read
         group = find_replicating_group(layer)
         if group is not None:
             axis = axes.axis_of_group(group)
-            entries = tuple(_read_replicated(index, layer, visit, axis, managed))
+            entries = tuple(_read_replicated_parameters(index, layer, visit, axis, managed))
             nbytes = sum(entry.node.local_numel * entry.node.itemsize for entry in entries)
             unit = replace(UNGATHERED, modules=(index,), replicate_axis=axis, nbytes_kept=nbytes)
             yield ReadUnit(unit=unit, managed=entries, state=layer)
 
 
-def _read_replicated(
+def _read_replicated_parameters(
     top: int, layer: nn.Module, visit: Visit, axis: Any, managed: set[Slot]
 ) -> Iterator[ReadParameter]:
     ignored: set[str] = getattr(layer, "parameters_to_ignore", set())
@@ -331,4 +332,4 @@ def _read_replicated(
             if base[index] + name not in ignored or id(parameter) in delayed:
                 slots_of.setdefault(id(parameter), (parameter, []))[1].append(slot)
     for parameter, slots in slots_of.values():
-        yield describe_parameter(parameter, (replicate(axis),), slots=tuple(slots))
+        yield read_parameter(parameter, (make_replicate_placement(axis),), slots=tuple(slots))

@@ -38,7 +38,7 @@ from pytest_fsdp_comm.tree.model import (
 )
 
 Slot = tuple[int, str]
-"""A place where a parameter is registered: the module's index, and the parameter's name there."""
+"""Where a parameter is registered: the module's index, and the parameter's name there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,17 +162,17 @@ class AxisNames:
     def axis_of_mesh(self, mesh: DeviceMesh, dim: int) -> MeshAxis:
         if not mesh.mesh_dim_names:
             return self.axis_of_group(mesh.get_group(dim))
-        place = id(mesh), dim
-        if place not in self._axes_of_meshes:
+        key = id(mesh), dim
+        if key not in self._axes_of_meshes:
             # Do this once, not for each parameter: for 8,192 ranks, torch 2.7 needs seconds.
             axis = axis_of(printable(mesh.mesh_dim_names[dim]), _ranks_along(mesh, dim))
-            self._axes_of_meshes[place] = mesh, axis
-        _, axis = self._axes_of_meshes[place]
+            self._axes_of_meshes[key] = mesh, axis
+        _, axis = self._axes_of_meshes[key]
         self._used.add(axis)
         return axis
 
     def axis_of_group(self, group: dist.ProcessGroup) -> MeshAxis:
-        axis = self._groups.axis(self._groups.note(group))
+        axis = self._groups.axis(self._groups.add_group(group))
         self._used.add(axis)
         return axis
 
@@ -186,7 +186,7 @@ def _ranks_along(mesh: DeviceMesh, dim: int) -> Sequence[int]:
     return sorted(mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))[0].tolist())
 
 
-def replicate(axis: MeshAxis) -> AxisPlacement:
+def make_replicate_placement(axis: MeshAxis) -> AxisPlacement:
     """Return the placement of a tensor that is replicated over an axis."""
     return AxisPlacement(axis=axis.name, size=axis.size, kind="replicate", text="Replicate()")
 
@@ -204,12 +204,12 @@ def read_placements(tensor: DTensor, axes: AxisNames) -> tuple[AxisPlacement, ..
     """Return the placement of a DTensor on each axis of its mesh."""
     mesh = tensor.device_mesh
     return tuple(
-        _axis_placement(placement, axes.axis_of_mesh(mesh, dim), tensor.ndim)
+        _make_axis_placement(placement, axes.axis_of_mesh(mesh, dim), tensor.ndim)
         for dim, placement in enumerate(tensor.placements)
     )
 
 
-def _axis_placement(placement: Placement, axis: MeshAxis, ndim: int) -> AxisPlacement:
+def _make_axis_placement(placement: Placement, axis: MeshAxis, ndim: int) -> AxisPlacement:
     # Avoid str(placement), which differs between versions of torch ("Shard(dim=0)", "S(0)").
     kind: Literal["shard", "strided_shard", "partial", "other"]
     dim = None
@@ -220,7 +220,7 @@ def _axis_placement(placement: Placement, axis: MeshAxis, ndim: int) -> AxisPlac
         kind, dim = "shard", placement.dim % ndim
         text = f"Shard({dim})"
     elif isinstance(placement, Replicate):
-        return replicate(axis)
+        return make_replicate_placement(axis)
     elif isinstance(placement, Partial):
         kind, text = "partial", f"Partial({placement.reduce_op})"
     else:
@@ -274,14 +274,14 @@ UNGATHERED: Final = ShardUnit(
 )
 
 
-def describe_parameter(
+def read_parameter(
     tensor: torch.Tensor,
     placements: tuple[AxisPlacement, ...] = (),
     *,
     slots: tuple[Slot, ...] = (),
     origin: object = None,
 ) -> ReadParameter:
-    """Describe a parameter that is a plain tensor or a DTensor."""
+    """Read the properties of a parameter that is a plain tensor or a DTensor."""
     # Do not call the public to_local(): it creates a view, which a running recording would see. The
     # private attribute is the same in torch 2.7, 2.13 and 2.15.
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -304,11 +304,11 @@ def describe_parameter(
         slots=slots,
         origin=origin,
         storage=local.untyped_storage() if is_plain else None,
-        nbytes_filled=max(local.numel(), _padded_numel(node)) * tensor.dtype.itemsize,
+        nbytes_filled=max(local.numel(), _largest_shard_numel(node)) * tensor.dtype.itemsize,
     )
 
 
-def _padded_numel(node: ParameterNode) -> int:
+def _largest_shard_numel(node: ParameterNode) -> int:
     """Return the number of elements of the largest shard, to which FSDP2 pads the others."""
     sizes = [*node.shape]
     for placement in node.placements:

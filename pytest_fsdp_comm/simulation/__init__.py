@@ -5,4 +5,4 @@ import importlib
 from pytest_fsdp_comm import upstream
 
 with upstream.private_names("a class or module that a simulation reads"):
-    importlib.import_module(f"{__name__}.world")  # it imports the other modules of this room
+    importlib.import_module(f"{__name__}.world")  # it imports the other modules of this package

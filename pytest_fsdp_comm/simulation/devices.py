@@ -41,7 +41,7 @@ from pytest_fsdp_comm.recording.frames import (
     torch_path_prefix,
 )
 from pytest_fsdp_comm.recording.patches import Replacement, patch_attributes, wrap_attribute
-from pytest_fsdp_comm.recording.value_dependence import note_answer
+from pytest_fsdp_comm.recording.value_dependence import add_assumption
 from pytest_fsdp_comm.simulation.gpu_functions import gpu_function_patches
 from pytest_fsdp_comm.simulation.memory import SimulationError
 from pytest_fsdp_comm.simulation.streams import SimulatedEvent, stream_patches, wait_on_host
@@ -106,7 +106,7 @@ class _Idle(contextlib.nullcontext[object]):
 
 class _Event(SimulatedEvent):
     def elapsed_time(self, _: SimulatedEvent) -> float:
-        return cast("float", _state.answer(1.0, "elapsed_time"))
+        return cast("float", _state.assume(1.0, "elapsed_time"))
 
 
 class _AnyGenerator(type):
@@ -125,18 +125,19 @@ class _Generator(metaclass=_AnyGenerator):
 class _State:
     """Whether reads of GPU properties return assumed values, and which devices the test uses."""
 
-    answers = True
+    assumes = True
     index = 0
     has_mesh = False
 
-    def answer(self, value: object, how: str) -> Any:
-        if not self.answers:
+    def assume(self, value: object, how: str) -> Any:
+        """Record `value` as an assumption, and return it; raise if nothing may be assumed."""
+        if not self.assumes:
             raise SimulationError(
                 f"{find_call_site()} reads {how}, but a simulated rank has no GPU: use a value "
                 "from your configuration instead, or simulate=True, which assumes a value"
             )
         text = "H100" if value is _H100 else value or 0
-        note_answer(str(text).replace(" ", ""), how, of_process=True)
+        add_assumption(str(text).replace(" ", ""), how, of_process=True)
         return value
 
 
@@ -144,13 +145,13 @@ _state = _State()
 
 
 @contextlib.contextmanager
-def simulate_cuda(*, answers: bool) -> Iterator[None]:
+def simulate_cuda(*, assumes: bool) -> Iterator[None]:
     """Run code for "cuda" on the CPU during the block, if no GPU is visible."""
     if torch.cuda.is_available():
         with patch_attributes(*_stream_patches()):
             yield
         return
-    _state.answers, _state.index, _state.has_mesh = answers, 0, False
+    _state.assumes, _state.index, _state.has_mesh = assumes, 0, False
     patches = (
         _tensor_patches(),
         gpu_function_patches(_convert_to_device),
@@ -197,20 +198,22 @@ def _convert_to_device(value: object) -> Any:
 
 def _simulated_to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Run ``Tensor.to`` on the CPU, and mark the result with the requested device."""
+    # `other` is the argument of ``type_as``, which this replaces too, or of ``to(other)``.
     other = kwargs.pop("other", args[0] if args else None)
     if isinstance(other, torch.Tensor):
         args = (marked_device(other) or other.device, other.dtype, *args[1:])
     device = _convert_to_device(args[0] if args else kwargs.get("device"))
     if not isinstance(device, torch.device):
         return _TO(tensor, *args, **kwargs)
-    is_to_cuda, is_moved = device.type == "cuda", False
+    is_to_cuda, is_on_cuda = device.type == "cuda", marked_device(tensor) is not None
     is_blocking = not (kwargs.get("non_blocking") or True in args[2:3])
-    # Copy only if the device changes, because copying a partial DTensor communicates. To torch
-    # itself, all tensors are on the CPU, so do not copy when torch moves a tensor there.
     mover = sys._getframe(1).f_code.co_filename
     is_by_torch = find_author(mover) == "torch" and mover not in _MOVERS
-    if is_to_cuda != (marked_device(tensor) is not None) and (is_to_cuda or not is_by_torch):
-        kwargs["copy"] = is_moved = True
+    # Copy only if the device changes, because copying a partial DTensor communicates. To torch
+    # itself, all tensors are on the CPU, so do not copy when torch moves a tensor there.
+    is_moved = is_to_cuda != is_on_cuda and (is_to_cuda or not is_by_torch)
+    if is_moved:
+        kwargs["copy"] = True
         # Inside an operation that torch decomposes, tensors have no marks, so nothing is copied.
         if is_blocking and not is_by_torch:
             wait_on_host("copy_to_device" if is_to_cuda else "copy_to_host")
@@ -268,7 +271,7 @@ def _tensor_patches() -> Iterator[Replacement]:
     cls, make = torch.Tensor, torch.Tensor.new_tensor
     original = look_up("torch._subclasses.fake_tensor", "FakeTensor.device.fget", _USE)
     yield cls, "to", _simulated_to
-    yield _replace_outside_torch(cls, "get_device", get_device)
+    yield _wrap_outside_torch(cls, "get_device", get_device)
     yield cls, "cuda", cuda
     yield cls, "cpu", cpu
     yield cls, "type_as", _simulated_to
@@ -399,7 +402,7 @@ def _amp_patches() -> Iterator[Replacement]:
             # Record an assumption, because autocast keeps different operations in float32 on the
             # CPU than on a GPU.
             if enabled:
-                _state.answer("cpu", "torch.autocast")
+                _state.assume("cpu", "torch.autocast")
         init(block, device_type, dtype, enabled, **how)
 
     def init_scaler(
@@ -424,8 +427,8 @@ def _call_for_cpu(
 
 
 def _cuda_patches() -> Iterator[Replacement]:
-    def answer(value: object, name: str) -> Callable[..., object]:
-        return lambda *_, **__: _state.answer(value, f"torch.cuda.{name}")
+    def assume(value: object, name: str) -> Callable[..., object]:
+        return lambda *_, **__: _state.assume(value, f"torch.cuda.{name}")
 
     def set_device(device: object) -> None:
         _state.index = _convert_to_device(device).index
@@ -436,7 +439,7 @@ def _cuda_patches() -> Iterator[Replacement]:
     cuda, nbytes, get_module = torch.cuda, _H100.total_memory, torch.get_device_module
     replacements: dict[str, Callable[..., Any]] = {
         **dict.fromkeys(_NOTHING, lambda *_, **__: None),
-        **{name: answer(0, name) for name in _ZERO},
+        **{name: assume(0, name) for name in _ZERO},
         **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
         "can_device_access_peer": lambda *_: True,
         "is_current_stream_capturing": lambda: False,
@@ -446,33 +449,33 @@ def _cuda_patches() -> Iterator[Replacement]:
         **{f"set_device{end}": set_device for end in ("", "_index", "_idx")},
         "current_accelerator": lambda *_, **__: torch.device("cuda"),
         "device_count": _count_gpus,
-        "get_device_capability": answer((_H100.major, _H100.minor), "get_device_capability"),
-        "get_device_name": answer(_H100.name, "get_device_name"),
-        "get_device_properties": answer(_H100, "get_device_properties"),
+        "get_device_capability": assume((_H100.major, _H100.minor), "get_device_capability"),
+        "get_device_name": assume(_H100.name, "get_device_name"),
+        "get_device_properties": assume(_H100, "get_device_properties"),
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "get_rng_state_all": lambda: [torch.get_rng_state()],
         "initial_seed": torch.initial_seed,
-        **{name: answer((nbytes, nbytes), name) for name in ("mem_get_info", "get_memory_info")},
-        **{name: answer(defaultdict(int), name) for name in ("memory_stats", "host_memory_stats")},
-        "memory_summary": answer("0", "memory_summary"),
-        "memory_snapshot": answer([], "memory_snapshot"),
+        **{name: assume((nbytes, nbytes), name) for name in ("mem_get_info", "get_memory_info")},
+        **{name: assume(defaultdict(int), name) for name in ("memory_stats", "host_memory_stats")},
+        "memory_summary": assume("0", "memory_summary"),
+        "memory_snapshot": assume([], "memory_snapshot"),
         "is_built": lambda: True,
     }
-    yield _replace_outside_torch(dist, "is_nccl_available", lambda: True)
+    yield _wrap_outside_torch(dist, "is_nccl_available", lambda: True)
     modules = (cuda, cuda.memory, cuda.profiler, torch.accelerator, torch.backends.cuda)
-    for module, name, function in _patches_of_present(modules, replacements):
+    for module, name, function in _existing_name_patches(modules, replacements):
         # Replace RNG functions for all callers, because torch's `fork_rng` also calls them.
         if "rng_state" in name:
             yield module, name, function
         else:
-            yield _replace_outside_torch(module, name, function)
+            yield _wrap_outside_torch(module, name, function)
     yield from _stream_patches()
-    yield from _patches_of_present((cuda, torch.accelerator), dict.fromkeys(_IDLE, _Idle))
-    yield _replace_outside_torch(cuda.nccl, "version", answer((2, 28, 9), "nccl.version"))
-    yield _replace_outside_torch(cudnn, "version", answer(91002, "cudnn.version"))
-    yield _replace_outside_torch(cudnn, "is_available", lambda: True)
+    yield from _existing_name_patches((cuda, torch.accelerator), dict.fromkeys(_IDLE, _Idle))
+    yield _wrap_outside_torch(cuda.nccl, "version", assume((2, 28, 9), "nccl.version"))
+    yield _wrap_outside_torch(cudnn, "version", assume(91002, "cudnn.version"))
+    yield _wrap_outside_torch(cudnn, "is_available", lambda: True)
     yield torch.version, "cuda", torch.version.cuda or _CUDA_VERSION
-    yield _replace_outside_torch(torch, "get_device_module", module_of)
+    yield _wrap_outside_torch(torch, "get_device_module", module_of)
     for name in ("range_push", "range_pop", "mark"):
         yield cuda.nvtx, name, lambda *_: None
     yield torch, "Generator", _Generator
@@ -484,7 +487,7 @@ def _stream_patches() -> Iterator[Replacement]:
     yield torch.Tensor, "record_stream", lambda *_: None
 
 
-def _patches_of_present(
+def _existing_name_patches(
     modules: Iterable[object], named: Mapping[str, object]
 ) -> Iterator[tuple[object, str, Any]]:
     for module, (name, value) in product(modules, named.items()):
@@ -492,9 +495,7 @@ def _patches_of_present(
             yield module, name, value
 
 
-def _replace_outside_torch(
-    holder: object, name: str, function: Callable[..., object]
-) -> Replacement:
+def _wrap_outside_torch(holder: object, name: str, function: Callable[..., object]) -> Replacement:
     """Replace a function for code outside torch; torch itself still calls the original."""
 
     def call(original: Callable[..., object], /, *args: object, **kwargs: object) -> object:

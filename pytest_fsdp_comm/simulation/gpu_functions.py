@@ -29,26 +29,26 @@ _EAGER_FLEX: Final = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"  # checked in torch
 def gpu_function_patches(device: Callable[[object], object]) -> Iterator[Replacement]:
     """Yield the arguments of `setattr` for each function; `device` turns an index into a device."""
     for name in _CONSTRUCTORS:
-        yield wrap_attribute(torch, name, functools.partial(_make_on_device, device))
+        yield wrap_attribute(torch, name, functools.partial(_simulated_constructor, device))
     for holder in (torch, torch.Tensor):
-        yield wrap_attribute(holder, "histc", _count_bins)
-    yield wrap_attribute(torch._C._nn, "pad", _pad_on_device)
+        yield wrap_attribute(holder, "histc", _simulated_histc)
+    yield wrap_attribute(torch._C._nn, "pad", _simulated_pad)
     # The replacement keeps the name by which context parallelism finds this function.
-    yield wrap_attribute(F, "scaled_dot_product_attention", _attend)
+    yield wrap_attribute(F, "scaled_dot_product_attention", _simulated_attention)
     if hasattr(flex_attention, _CHECK):  # without it, torch accepts or rejects the CPU elsewhere
-        yield wrap_attribute(flex_attention, _CHECK, _check_device)
-    # Without this function, score functions would get no gradients, so raise.
-    yield wrap_attribute(flex_attention, _HOP, _run_with_score_gradients)
+        yield wrap_attribute(flex_attention, _CHECK, _simulated_device_check)
+    # `wrap_attribute` raises if torch lacks this one: score functions would get no gradients.
+    yield wrap_attribute(flex_attention, _HOP, _simulated_flex_attention)
     if hasattr(flex_attention, _EAGER_FLEX):  # keeps torch from warning about eager mode
         yield flex_attention, _EAGER_FLEX, True
 
 
-def _check_device(check: Callable[..., None], query: torch.Tensor, *args: object) -> None:
+def _simulated_device_check(check: Callable[..., None], query: torch.Tensor, *args: object) -> None:
     if marked_device(query) is None:
         check(query, *args)
 
 
-def _make_on_device(
+def _simulated_constructor(
     device: Callable[[object], object], make: Callable[..., object], /, *args: Any, **kwargs: Any
 ) -> object:
     # CPU-only builds of torch reject device indices and `pin_memory`, so convert or drop them.
@@ -58,7 +58,7 @@ def _make_on_device(
     return make(*args, **kwargs)
 
 
-def _pad_on_device(
+def _simulated_pad(
     pad: Callable[..., torch.Tensor], data: torch.Tensor, /, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """Keep the result on the GPU; circular padding makes it on the device that torch sees."""
@@ -68,7 +68,7 @@ def _pad_on_device(
     return result
 
 
-def _count_bins(
+def _simulated_histc(
     histc: Callable[..., torch.Tensor],
     input: torch.Tensor,  # noqa: A002  # the parameter names of torch
     bins: int = 100,
@@ -81,12 +81,12 @@ def _count_bins(
     low, high = (min, max) if min != max else (input.min().item(), input.max().item())
     low, high = (low - 1, high + 1) if low == high else (int(low), int(high))
     is_inside = (input >= low) & (input <= high)
-    places = ((input.long() - low) * bins // (high - low)).clamp(0, bins - 1)
+    indices = ((input.long() - low) * bins // (high - low)).clamp(0, bins - 1)
     counts = input.new_zeros(bins)
-    return counts.index_add(0, places.flatten(), is_inside.flatten().to(input.dtype))
+    return counts.index_add(0, indices.flatten(), is_inside.flatten().to(input.dtype))
 
 
-def _attend(  # noqa: PLR0913, PLR0917  # torch's signature
+def _simulated_attention(  # noqa: PLR0913, PLR0917  # torch's signature
     attend: Callable[..., object],
     query: torch.Tensor,
     key: torch.Tensor,
@@ -117,12 +117,12 @@ def _attend(  # noqa: PLR0913, PLR0917  # torch's signature
     return efficient(*inputs, attn_mask, has_sums, dropout_p, is_causal, scale=scale)[0]
 
 
-def _run_with_score_gradients(
+def _simulated_flex_attention(
     hop: Callable[..., Any], query: torch.Tensor, *args: Any
 ) -> tuple[torch.Tensor, ...]:
     """Give gradients to the parameters of a score function, as compiled flex attention does."""
     result, *sums = hop(query, *args)
     _, _, score_mod, *_ = args
-    places = [torch.zeros((), dtype=torch.int, device=CPU) for _ in range(4)]
-    score = score_mod(query.new_zeros(()), *places)
+    indices = [torch.zeros((), dtype=torch.int, device=CPU) for _ in range(4)]
+    score = score_mod(query.new_zeros(()), *indices)
     return (result + 0 * score.to(result.dtype) if score.requires_grad else result, *sums)

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.gathering import TextStore
 from pytest_fsdp_comm.recording.frames import find_call_site
-from pytest_fsdp_comm.recording.operations import Operation, reduce_op
+from pytest_fsdp_comm.recording.operations import Operation, read_reduce_op
 from pytest_fsdp_comm.simulation.memory import SimulationError
 
 _tests: Final = itertools.count()
@@ -42,11 +42,11 @@ class RealGroups:
         self._test = next(_tests)
         self._counts: Counter[str] = Counter()
 
-    def has(self, group: dist.ProcessGroup) -> bool:
+    def has_ranks_of(self, group: dist.ProcessGroup) -> bool:
         """Return whether a group has several ranks, all of which run in this test."""
         return group.size() > 1 and self._peers.issuperset(dist.get_process_group_ranks(group))
 
-    def check(self, mesh: DeviceMesh) -> None:
+    def check_mesh(self, mesh: DeviceMesh) -> None:
         """Raise SimulationError if an axis of the mesh differs from ``real=`` in size or stride."""
         _meshes.update(mesh.mesh_dim_names or (None,))
         for dim, name in enumerate(mesh.mesh_dim_names or ()):
@@ -60,7 +60,7 @@ class RealGroups:
                     f"write real={{{name!r}: {actual}}}, or change the mesh"
                 )
 
-    def check_used(self) -> None:
+    def check_axes_exist(self) -> None:
         """Raise FsdpCommError if ``real=`` names an axis that no mesh has."""
         __tracebackhide__ = True
         unused = sorted({*self._axes} - _meshes)
@@ -95,18 +95,18 @@ class RealGroups:
             ends = (rank, peer) if kind == "send" else (peer, rank)
             key = self._make_numbered_key(f"{group.group_name}/{ends}/{bound['tag']}")
             if kind == "send":
-                self._post(key, sent)
+                self._post_values(key, sent)
                 return None
-            return lambda: self._fetch(key)
+            return lambda: self._fetch_values(key)
         key = self._make_numbered_key(f"{group.group_name}")
         if kind == "all_to_all" and sent is not None:
             sent = split_for_each_rank(bound, sent, group.size())
-        self._post(f"{key}/{rank}", sent)
+        self._post_values(f"{key}/{rank}", sent)
         root = bound[operation.root] if operation.root else None
 
         def receive() -> Sequence[torch.Tensor] | None:
             ranks = range(group.size()) if root is None or kind == "gather" else [root]
-            parts = [self._fetch(f"{key}/{number}") for number in ranks]
+            parts = [self._fetch_values(f"{key}/{number}") for number in ranks]
             values = [part for part in parts if part is not None]
             return (
                 _compute_received(kind, bound, rank, values) if len(values) == len(parts) else None
@@ -118,11 +118,11 @@ class RealGroups:
         self._counts[key] += 1
         return f"{key}/{self._counts[key]}"
 
-    def _post(self, key: str, values: Sequence[torch.Tensor] | None) -> None:
+    def _post_values(self, key: str, values: Sequence[torch.Tensor] | None) -> None:
         sent = [(str(value.dtype).removeprefix("torch."), value.tolist()) for value in values or ()]
         self._texts.put(f"{self._test}/{key}", json.dumps(None if values is None else sent))
 
-    def _fetch(self, key: str) -> list[torch.Tensor] | None:
+    def _fetch_values(self, key: str) -> list[torch.Tensor] | None:
         parts: list[Any] | None = json.loads(self._texts.get(f"{self._test}/{key}"))
         if parts is None:
             return None
@@ -138,7 +138,7 @@ def _compute_received(
         return [value for row in rows for value in row]
     if kind in {"all_to_all", "scatter"}:
         return [row[rank] for row in parts]
-    reduced = reduction(bound)
+    reduced = find_reduction(bound)
     if kind == "all_reduce" and reduced is not None:
         by_tensor = zip(*parts, strict=True)
         return [reduced[0](torch.stack(values)).to(values[0].dtype) for values in by_tensor]
@@ -165,9 +165,9 @@ _REDUCED: Final[Mapping[str | None, _Reduction]] = {
 computes the result if `size` ranks send the same value."""
 
 
-def reduction(bound: Mapping[str, object]) -> _Reduction | None:
+def find_reduction(bound: Mapping[str, object]) -> _Reduction | None:
     """Return the reduction of a call; None if it is unknown or the call does not reduce."""
-    return _REDUCED.get(reduce_op(bound.get("reduce_op", bound.get("red_op"))))
+    return _REDUCED.get(read_reduce_op(bound.get("reduce_op", bound.get("red_op"))))
 
 
 def split_for_each_rank(
@@ -216,7 +216,7 @@ def _make_mirrored_parts(
         return [part.flatten().repeat(size)] if expected == {len(part)} else ()
     if kind not in {"all_reduce", "reduce_scatter"}:
         return ()
-    reduced = reduction(bound)
+    reduced = find_reduction(bound)
     # torch before 2.11 does not tell which reduction it is, but each one of zeros is zero.
     if reduced is None and any(value.any() for value in sent):
         return ()
@@ -269,13 +269,13 @@ class DistinctRanks:
             return
         self._parameters.add(key)
         dims = [getattr(placement, "dim", None) for placement in parameter.placements]
-        places = distinct_places(parameter.shape, tuple(mesh.shape), dims, coordinate)
+        coordinates = distinct_coordinates(parameter.shape, tuple(mesh.shape), dims, coordinate)
         with unset_fake_temporarily():
-            ranks = {int(mesh.mesh[place]) for place in itertools.product(*places)}
+            ranks = {int(mesh.mesh[each]) for each in itertools.product(*coordinates)}
             self.further |= ranks - {int(mesh.mesh[tuple(coordinate)])}
 
 
-def distinct_places(
+def distinct_coordinates(
     shape: Sequence[int], sizes: Sequence[int], dims: Sequence[int | None], this: Sequence[int]
 ) -> list[list[int]]:
     """Return coordinates for each mesh axis; the ranks at these coordinates have all local shapes.
@@ -287,9 +287,9 @@ def distinct_places(
         this: Coordinates of this rank, which the result always includes.
     """
     lengths = [{length} for length in shape]
-    places: list[list[int]] = []
-    for size, dim, place in zip(sizes, dims, this, strict=True):
-        distinct = {place}
+    coordinates: list[list[int]] = []
+    for size, dim, own in zip(sizes, dims, this, strict=True):
+        distinct = {own}
         if dim is not None:
             local_lengths = set()
             for length in lengths[dim]:
@@ -297,9 +297,9 @@ def distinct_places(
                 # Three ranks are enough to cover every shard length: the last one with a full
                 # chunk, the one with the remainder, and the very last one.
                 ends = {max(0, length // (chunk or 1) - 1), (length - 1) // (chunk or 1), size - 1}
-                local = {end: max(0, min(chunk, length - end * chunk)) for end in (place, *ends)}
-                distinct |= {end for end in ends if local[end] != local[place]}
+                local = {end: max(0, min(chunk, length - end * chunk)) for end in (own, *ends)}
+                distinct |= {end for end in ends if local[end] != local[own]}
                 local_lengths |= {*local.values()}
             lengths[dim] = local_lengths
-        places.append(sorted(distinct))
-    return places
+        coordinates.append(sorted(distinct))
+    return coordinates

@@ -85,27 +85,27 @@ class Values:
         self._compute = compute
         self._storage: torch.UntypedStorage | None = None
         self.readers: weakref.WeakSet[Values] | None = None
-        """Results that depend on these values; `settle` computes results that are still missing."""
+        """Results that depend on these values; `compute_readers` computes the missing ones."""
         self.is_large = False
         """Whether these values, or values that they depend on, are too many to compute."""
-        self.is_mirrored: bool = any(each.is_mirrored for each in inputs)
+        self.is_mirrored: bool = any(values.is_mirrored for values in inputs)
         """Whether the values are correct only if other ranks hold the same values as this rank."""
-        self.depth: int = 1 + max((each.depth for each in inputs), default=0)
+        self.depth: int = 1 + max((values.depth for values in inputs), default=0)
         if not later or self.depth > _MAX_DEPTH:
-            self.storage()
+            self.compute_storage()
             return
-        for each in inputs:
-            each.readers = each.readers or weakref.WeakSet()
-            each.readers.add(self)
+        for values in inputs:
+            values.readers = values.readers or weakref.WeakSet()
+            values.readers.add(self)
 
     @classmethod
-    def too_large(cls) -> Values:
+    def make_too_large(cls) -> Values:
         """Create values that count as known, but raise SimulationError when they are read."""
         values = cls(_raise_too_large, later=True)
         values.is_large, values.depth = True, 0
         return values
 
-    def storage(self) -> torch.UntypedStorage:
+    def compute_storage(self) -> torch.UntypedStorage:
         """Return the storage that holds the values; compute them first if necessary."""
         if self._storage is None:
             with torch.no_grad(), unset_fake_temporarily():
@@ -113,11 +113,11 @@ class Values:
             self._compute, self.depth = _raise_too_large, 0  # frees the inputs
         return self._storage
 
-    def settle(self) -> None:
+    def compute_readers(self) -> None:
         """Compute all results that need these values, before the values are overwritten."""
-        self.storage()
+        self.compute_storage()
         for reader in [*(self.readers or ())]:
-            reader.storage()
+            reader.compute_storage()
         self.readers = None
 
 
@@ -128,7 +128,7 @@ def _raise_too_large() -> torch.Tensor:
     )
 
 
-class _Place(NamedTuple):
+class _Layout(NamedTuple):
     """The layout of a tensor in its storage."""
 
     dtype: torch.dtype
@@ -142,11 +142,11 @@ class _Place(NamedTuple):
         return tensor.set_(storage, self.offset, self.size, self.stride)
 
 
-def _read_layout(tensor: torch.Tensor) -> _Place:
-    return _Place(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+def _read_layout(tensor: torch.Tensor) -> _Layout:
+    return _Layout(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
-def attributes(tensor: torch.Tensor) -> dict[str, Any]:
+def storage_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes of a tensor's storage; an empty dict if the tensor has none."""
     try:
         return vars(tensor.untyped_storage())
@@ -157,7 +157,7 @@ def attributes(tensor: torch.Tensor) -> dict[str, Any]:
 def stored_values(tensor: torch.Tensor) -> Values | None:
     """Return the values in a tensor's storage; None if unknown."""
     if isinstance(tensor, FakeTensor):
-        return attributes(tensor).get(_VALUES)
+        return storage_attributes(tensor).get(_VALUES)
     if (
         type(tensor) is torch.Tensor
         and tensor.numel() <= MAX_NUMEL
@@ -200,12 +200,12 @@ def view_known_values(tensor: torch.Tensor) -> torch.Tensor:
     if values is None:
         return tensor
     with unset_fake_temporarily():
-        return _read_layout(tensor).view(values.storage())
+        return _read_layout(tensor).view(values.compute_storage())
 
 
 def set_values(tensor: torch.Tensor, values: Values) -> None:
     """Set the values of a tensor's storage, for all of its views."""
-    attributes(tensor)[_VALUES] = values
+    storage_attributes(tensor)[_VALUES] = values
 
 
 def copy_value_into(
@@ -217,14 +217,14 @@ def copy_value_into(
     tensor.constant = None  # where torch stores a known value, which is now outdated
     values = stored_values(tensor)
     if value is None:
-        attributes(tensor).pop(_VALUES, None)
+        storage_attributes(tensor).pop(_VALUES, None)
     elif is_covering_whole_storage(tensor):
         set_values(
             tensor,
             Values(functools.partial(_match_layout, value, _read_layout(tensor)), later=False),
         )
     elif values is not None and not values.is_large:
-        values.settle()
+        values.compute_readers()
         view_known_values(tensor).copy_(value.reshape(tensor.shape))
     if is_mirrored and (values := stored_values(tensor)) is not None:
         values.is_mirrored = True
@@ -233,7 +233,7 @@ def copy_value_into(
 def store_unknown_reason(tensor: torch.Tensor, reason: str) -> None:
     """Store why a tensor's integers or booleans are unknown; ignore floats and known values."""
     if has_integral_dtype(tensor) and stored_values(tensor) is None:
-        attributes(tensor)[_REASON] = reason
+        storage_attributes(tensor)[_REASON] = reason
 
 
 def share_values(tensor: torch.Tensor, source: torch.Tensor) -> None:
@@ -247,7 +247,7 @@ def share_values(tensor: torch.Tensor, source: torch.Tensor) -> None:
 
 def read_unknown_reason(tensor: torch.Tensor) -> str | None:
     """Return why the values of a tensor are unknown; None if no reason is stored."""
-    return attributes(tensor).get(_REASON)
+    return storage_attributes(tensor).get(_REASON)
 
 
 def has_too_many_elements(tensors: Iterable[torch.Tensor]) -> bool:
@@ -269,13 +269,13 @@ def set_output_values(op: OperatorCall, outputs: Sequence[FakeTensor]) -> None:
             new.append((index, tensor))
     if has_too_many_elements([*op.tensors, *(tensor for _, tensor in new)]):
         for _, tensor in new:
-            set_values(tensor, Values.too_large())
+            set_values(tensor, Values.make_too_large())
         return
     is_small = all(tensor.numel() <= _SMALL for tensor in (*op.tensors, *outputs))
     is_drawn = torch.Tag.nondeterministic_seeded in getattr(op.func, "tags", ())
     has_only_fakes = all(isinstance(tensor, FakeTensor) for tensor in op.tensors)
     later = has_only_fakes and not (is_small or is_drawn)
-    run = _save_call(op)
+    run = _make_saved_call(op)
     results = functools.cache(lambda: tensors_in(run()))
     inputs = _list_stored_values(op.tensors)
     for index, tensor in new:
@@ -288,35 +288,35 @@ def run_write(op: OperatorCall, written: Sequence[torch.Tensor]) -> None:
     if has_too_many_elements(op.tensors):
         for tensor in written:
             if isinstance(tensor, FakeTensor):
-                set_values(tensor, Values.too_large())
+                set_values(tensor, Values.make_too_large())
         return
     inputs, outputs = _list_stored_values(op.tensors), _list_stored_values(written)
     for values in outputs:
-        values.settle()
-    _save_call(op)()
+        values.compute_readers()
+    _make_saved_call(op)()
     for values in outputs:
-        values.is_mirrored |= any(each.is_mirrored for each in inputs)
+        values.is_mirrored |= any(source.is_mirrored for source in inputs)
 
 
 def run_read(op: OperatorCall) -> object:
     """Run an operation on the values of known tensors, and return its result."""
     if has_too_many_elements(op.tensors):
         _raise_too_large()
-    return _save_call(op)()
+    return _make_saved_call(op)()
 
 
 def _list_stored_values(tensors: Iterable[torch.Tensor]) -> list[Values]:
     return [values for tensor in tensors if (values := stored_values(tensor)) is not None]
 
 
-class _Noted(NamedTuple):
+class _SavedTensor(NamedTuple):
     """The values and layout that a tensor argument had when its operation was recorded."""
 
     values: Values
-    place: _Place
+    layout: _Layout
 
 
-def _save_call(op: OperatorCall) -> Callable[[], object]:
+def _make_saved_call(op: OperatorCall) -> Callable[[], object]:
     """Return a function that runs the operation on the values that its arguments have now."""
     func, args, kwargs = op.func, _save_values(op.args), _save_values(op.kwargs)
     return lambda: func(*_restore_values(args), **_restore_values(kwargs))
@@ -324,7 +324,7 @@ def _save_call(op: OperatorCall) -> Callable[[], object]:
 
 def _save_values(value: object) -> object:
     if isinstance(value, torch.Tensor):
-        return _Noted(stored_values(value) or Values.too_large(), _read_layout(value))
+        return _SavedTensor(stored_values(value) or Values.make_too_large(), _read_layout(value))
     if isinstance(value, (list, tuple)):
         return [_save_values(part) for part in value]
     if isinstance(value, Mapping):
@@ -333,8 +333,8 @@ def _save_values(value: object) -> object:
 
 
 def _restore_values(noted: object) -> Any:
-    if isinstance(noted, _Noted):
-        return noted.place.view(noted.values.storage())
+    if isinstance(noted, _SavedTensor):
+        return noted.layout.view(noted.values.compute_storage())
     if isinstance(noted, list):
         return [_restore_values(part) for part in noted]
     if isinstance(noted, dict):
@@ -343,21 +343,21 @@ def _restore_values(noted: object) -> Any:
 
 
 def _pick_result(
-    results: Callable[[], Sequence[torch.Tensor]], index: int, place: _Place
+    results: Callable[[], Sequence[torch.Tensor]], index: int, layout: _Layout
 ) -> torch.Tensor:
-    return _match_layout(results()[index], place)
+    return _match_layout(results()[index], layout)
 
 
-def _match_layout(value: torch.Tensor, place: _Place) -> torch.Tensor:
-    """Return the tensor `value`, or a copy if its layout is not `place`."""
+def _match_layout(value: torch.Tensor, layout: _Layout) -> torch.Tensor:
+    """Return the tensor `value`, or a copy of it with this layout."""
     if (value.dtype, value.stride(), value.storage_offset()) == (
-        place.dtype,
-        tuple(place.stride),
-        place.offset,
+        layout.dtype,
+        tuple(layout.stride),
+        layout.offset,
     ):
         return value
-    last = sum((size - 1) * step for size, step in zip(place.size, place.stride, strict=True))
-    numel = max(0, place.offset + last + 1)
-    laid = torch.empty(numel, dtype=place.dtype, device=value.device)
-    laid = laid.as_strided(place.size, place.stride, place.offset)
-    return laid.copy_(value.reshape(place.size))
+    last = sum((size - 1) * step for size, step in zip(layout.size, layout.stride, strict=True))
+    numel = max(0, layout.offset + last + 1)
+    laid = torch.empty(numel, dtype=layout.dtype, device=value.device)
+    laid = laid.as_strided(layout.size, layout.stride, layout.offset)
+    return laid.copy_(value.reshape(layout.size))

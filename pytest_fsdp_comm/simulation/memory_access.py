@@ -34,7 +34,7 @@ _COPY: Final[Callable[..., Any]] = torch.Tensor.__deepcopy__
 _ADDRESS: Final[Callable[..., int]] = torch.UntypedStorage.data_ptr
 _ADDRESSES: Final = 2**60
 """The first address for simulated storages; real addresses are lower."""
-_PLACE: Final = "_fsdp_comm_address"
+_ADDRESS_NAME: Final = "_fsdp_comm_address"
 _addresses: Final = itertools.count(_ADDRESSES, 2**42)
 
 
@@ -55,18 +55,18 @@ def memory_patches(tensors: SimulatedTensors) -> Iterator[Replacement]:
     yield torch.utils.dlpack, "to_dlpack", _simulated_dlpack
     yield torch.UntypedStorage, "data_ptr", _simulated_storage_data_ptr
     for name in ("__getitem__", "_write_file", "cpu"):
-        yield wrap_attribute(torch.UntypedStorage, name, _read_memory)
+        yield wrap_attribute(torch.UntypedStorage, name, _simulated_memory_read)
     for name in ("cast", "memmove", "memset", "string_at"):
-        yield wrap_attribute(ctypes, name, _read_memory)
-    yield wrap_attribute(torch, "asarray", functools.partial(_convert_to_array, tensors))
+        yield wrap_attribute(ctypes, name, _simulated_memory_read)
+    yield wrap_attribute(torch, "asarray", functools.partial(_simulated_asarray, tensors))
     yield torch, "from_file", wrap_with_memory(torch.from_file, tensors.simulate)
     yield FakeTensor, "numpy", _simulated_numpy
     yield FakeTensor, "tolist", _simulated_tolist
     # These functions read memory before they run any operation that the mode could intercept.
     for name in ("tensor", "as_tensor"):
         yield wrap_attribute(torch, name, _make_tensor)
-    for place in (torch, torch.Tensor):
-        yield wrap_attribute(place, "tensor_split", _split_tensor)
+    for holder in (torch, torch.Tensor):
+        yield wrap_attribute(holder, "tensor_split", _simulated_tensor_split)
 
 
 @functools.wraps(_COPY)
@@ -127,7 +127,7 @@ def _simulated_storage_data_ptr(storage: torch.UntypedStorage) -> int:
         return _ADDRESS(storage)
     if not storage.nbytes():
         return 0
-    start: int = vars(storage).setdefault(_PLACE, next(_addresses))
+    start: int = vars(storage).setdefault(_ADDRESS_NAME, next(_addresses))
     return start
 
 
@@ -140,7 +140,7 @@ def _simulated_data_ptr(tensor: FakeTensor) -> int:
     )
 
 
-def _read_memory(function: Callable[..., object], *args: object) -> object:
+def _simulated_memory_read(function: Callable[..., object], *args: object) -> object:
     """Make a function raise an error if an argument is a simulated storage or its address."""
     for arg in args:
         if (isinstance(arg, int) and arg >= _ADDRESSES) or (
@@ -158,7 +158,7 @@ def _simulated_dlpack(tensor: torch.Tensor, **how: Any) -> object:
         return values.__dlpack__(**how)
 
 
-def _convert_to_array(
+def _simulated_asarray(
     tensors: SimulatedTensors, convert: Callable[..., torch.Tensor], obj: object, **how: object
 ) -> torch.Tensor:
     # safetensors calls this function with storages that it has read from a file.
@@ -181,7 +181,7 @@ def _make_tensor(
     """Make ``torch.tensor`` and ``as_tensor`` accept lists that contain simulated tensors."""
     if isinstance(data, torch.Tensor) and make.__name__ == "as_tensor":
         return data.to(device, dtype)
-    if not _holds_simulated(data):
+    if not _has_simulated_tensor(data):
         options = {"dtype": dtype, "device": device, "requires_grad": requires_grad, **how}
         return make(data, **{name: value for name, value in options.items() if value})
     parts = [part if isinstance(part, torch.Tensor) else _make_tensor(make, part) for part in data]
@@ -189,13 +189,13 @@ def _make_tensor(
         return torch.stack(parts).to(device, dtype).requires_grad_(requires_grad)
 
 
-def _holds_simulated(data: object) -> bool:
+def _has_simulated_tensor(data: object) -> bool:
     return isinstance(data, (list, tuple)) and any(
-        isinstance(part, FakeTensor) or _holds_simulated(part) for part in data
+        isinstance(part, FakeTensor) or _has_simulated_tensor(part) for part in data
     )
 
 
-def _split_tensor(
+def _simulated_tensor_split(
     split: Callable[..., object],
     input: torch.Tensor,  # noqa: A002  # the parameter name of torch
     indices_or_sections: object = None,
@@ -203,10 +203,10 @@ def _split_tensor(
     **how: object,
 ) -> object:
     # torch also accepts them as `indices`, `sections` or `tensor_indices_or_sections`.
-    places = next(iter(how.values()), indices_or_sections)
-    if isinstance(places, FakeTensor):
-        places = _simulated_numpy(places).tolist()  # the places are on the host
-    return split(input, places, dim)
+    indices = next(iter(how.values()), indices_or_sections)
+    if isinstance(indices, FakeTensor):
+        indices = _simulated_numpy(indices).tolist()  # torch needs them on the host
+    return split(input, indices, dim)
 
 
 def _refuse_read(*_: object) -> object:

@@ -32,7 +32,7 @@ NOTHING: Final[Clock] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StreamPosition:
     """Where a collective is on its stream."""
 
     stream: Stream
@@ -72,25 +72,25 @@ class Timeline(Generic[Work]):
 
     def compute(self, stream: Stream, work: Work) -> None:
         """Issue an operation with FLOPs."""
-        line = self._line(stream)
+        line = self._get_line(stream)
         line.position += 1
         line.positions.append(line.position)
         line.clocks.append(line.clock)
         line.works.append(work)
 
-    def communicate(self, stream: Stream, communicator: Hashable) -> Place:
+    def communicate(self, stream: Stream, communicator: Hashable) -> StreamPosition:
         """Issue a collective; those of one communicator run one after the other."""
         self.wait(stream, self._communicators.get(communicator, NOTHING))
-        line = self._line(stream)
+        line = self._get_line(stream)
         before = self.record(stream)
         line.position += 1
-        place = Place(stream, line.position, before)
-        self._communicators[communicator] = place.end
-        return place
+        position = StreamPosition(stream, line.position, before)
+        self._communicators[communicator] = position.end
+        return position
 
     def record(self, stream: Stream) -> Clock:
         """Return the clock of an event that comes after everything on the stream so far."""
-        line = self._line(stream)
+        line = self._get_line(stream)
         return {**line.clock, stream: line.position} if line.position else line.clock
 
     def record_all(self) -> Clock:
@@ -99,24 +99,24 @@ class Timeline(Generic[Work]):
 
     def wait(self, stream: Stream, event: Clock) -> None:
         """Make everything that the stream runs from now on wait for an event."""
-        line = self._line(stream)
+        line = self._get_line(stream)
         line.clock = _join_clocks(line.clock, event)
 
     def wait_on_host(self, event: Clock) -> None:
         """Make everything that is issued from now on, on any stream, wait for an event."""
         self._host = _join_clocks(self._host, event)
 
-    def beside(self, place: Place) -> Iterator[Work]:
+    def work_beside(self, call: StreamPosition) -> Iterator[Work]:
         """Yield the operations on other streams that can run at the same time as a collective."""
         for stream, line in self._lines.items():
-            if stream != place.stream:
-                first = bisect_right(line.positions, place.clock.get(stream, 0))
+            if stream != call.stream:
+                first = bisect_right(line.positions, call.clock.get(stream, 0))
                 end = bisect_left(
-                    line.clocks, place.position, key=lambda clock: clock.get(place.stream, 0)
+                    line.clocks, call.position, key=lambda clock: clock.get(call.stream, 0)
                 )
                 yield from line.works[first:end]
 
-    def _line(self, stream: Stream) -> _Line[Work]:
+    def _get_line(self, stream: Stream) -> _Line[Work]:
         line = self._lines.get(stream)
         if line is None:
             line = self._lines[stream] = _Line()
@@ -127,5 +127,5 @@ class Timeline(Generic[Work]):
 
 
 def _join_clocks(first: Clock, second: Clock) -> Clock:
-    later = {stream: place for stream, place in second.items() if place > first.get(stream, 0)}
+    later = {stream: n for stream, n in second.items() if n > first.get(stream, 0)}
     return {**first, **later} if later else first

@@ -44,28 +44,28 @@ def group_patches(tensors: SimulatedTensors, groups: RealGroups | None) -> Itera
     for name, attribute in vars(mesh).items():
         if name.startswith("__") and name not in {"__init__", "__getitem__"}:
             continue
-        real = _give_mesh_attribute_memory(attribute)
+        real = _wrap_mesh_attribute(attribute)
         if groups is not None and name == "__init__":
             real = _wrap_mesh_init(real, groups)
         if real is not None:
-            yield mesh, name, _wrap_with_mesh_cache(real) if name in _MESHES_OF else real
+            yield mesh, name, _cache_meshes(real) if name in _MESHES_OF else real
     for name in _OBJECTS:
         real = wrap_with_memory(getattr(distributed_c10d, name), tensors.simulate)
-        yield distributed_c10d, name, functools.partial(_convert_object, real, groups)
+        yield distributed_c10d, name, functools.partial(_simulated_convert_object, real, groups)
     requested: dict[str, str] = {}
-    get_backend = functools.partial(_get_backend, groups, requested)
-    get_backend_config = functools.partial(_get_backend_config, requested)
+    get_backend = functools.partial(_simulated_get_backend, groups, requested)
+    get_backend_config = functools.partial(_simulated_get_backend_config, requested)
     for module in (dist, distributed_c10d):
         yield wrap_attribute(module, "get_backend", get_backend)
         yield wrap_attribute(module, "get_backend_config", get_backend_config)
     yield FakeWork, "is_completed", lambda _: True
-    make_group = functools.partial(_make_group, requested)
+    make_group = functools.partial(_simulated_make_group, requested)
     yield wrap_attribute(distributed_c10d, _MAKE_GROUP, make_group)
     timeout = distributed_c10d.default_pg_timeout
     yield distributed_c10d, "_get_default_timeout", lambda _: timeout
 
 
-def _give_mesh_attribute_memory(attribute: object) -> object:
+def _wrap_mesh_attribute(attribute: object) -> object:
     """Make a mesh's method or property use tensors with memory; return None for anything else."""
     if isinstance(attribute, property) and attribute.fget is not None:
         return property(wrap_with_memory(attribute.fget), attribute.fset, attribute.fdel)
@@ -76,7 +76,7 @@ def _give_mesh_attribute_memory(attribute: object) -> object:
     return None
 
 
-def _wrap_with_mesh_cache(make: Any) -> object:
+def _cache_meshes(make: Any) -> object:
     """Cache the meshes that `make` returns, because FSDP requests a mesh for each parameter."""
     # Equal meshes that are separate objects would be slow: torch compares them rank by rank.
     made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -97,7 +97,7 @@ def _wrap_mesh_init(init: Any, groups: RealGroups) -> Callable[..., None]:
     def run(self: device_mesh.DeviceMesh, *args: object, **kwargs: object) -> None:
         init(self, *args, **kwargs)
         with unset_fake_temporarily():
-            groups.check(self)
+            groups.check_mesh(self)
 
     return run
 
@@ -124,18 +124,18 @@ def wrap_with_memory(
     return run
 
 
-def _convert_object(
+def _simulated_convert_object(
     convert: Callable[..., object],
     groups: RealGroups | None,
     value: Any,
-    place: object,
+    device: object,
     group: Any,
     *options: object,  # torch 2.15 adds one
 ) -> object:
     # Raise before the objects of thousands of ranks are read, which would take minutes.
     is_gathered = sys._getframe(1).f_code.co_name in _GATHERS
     group = group or distributed_c10d.GroupMember.WORLD
-    has_peers = group.size() == 1 or (groups is not None and groups.has(group))
+    has_peers = group.size() == 1 or (groups is not None and groups.has_ranks_of(group))
     if (is_gathered and not has_peers) or (
         convert.__name__ == _OBJECTS[1] and not is_known_without_peers(value)
     ):
@@ -145,10 +145,10 @@ def _convert_object(
             "checkpoints out of the test, run these ranks with real={'<axis>': <size>}, or run "
             "the test on real ranks, without simulate="
         )
-    return convert(value, place, group, *options)
+    return convert(value, device, group, *options)
 
 
-def _get_backend(
+def _simulated_get_backend(
     groups: RealGroups | None,
     requested: Mapping[str, str],
     get_backend: Callable[..., str],
@@ -164,30 +164,30 @@ def _get_backend(
     is_real = is_outside_torch(frame) or asks in _SENDS_BY_BACKEND
     if asks.startswith(_PIPELINES):
         # Since torch 2.15, pipeline stages that exchange their shapes reject a fake group.
-        is_real = groups is not None and group is not None and groups.has(group)
+        is_real = groups is not None and group is not None and groups.has_ranks_of(group)
     if not is_real:
         return fake
-    if (backend := _requested_backend(group, requested)) is not None:
+    if (backend := _find_requested_backend(group, requested)) is not None:
         return dist.Backend(backend)  # torch compares it with `is`
     return dist.Backend.NCCL if is_cuda_used() else dist.Backend.GLOO
 
 
-def _get_backend_config(
+def _simulated_get_backend_config(
     requested: Mapping[str, str], get_config: Callable[..., str], group: Any = None
 ) -> str:
-    backend = _requested_backend(group, requested)
+    backend = _find_requested_backend(group, requested)
     if backend is None or not is_outside_torch(sys._getframe(2)):
         return get_config(group)
     return str(distributed_c10d.BackendConfig(dist.Backend(backend)))
 
 
-def _requested_backend(group: dist.ProcessGroup, requested: Mapping[str, str]) -> str | None:
+def _find_requested_backend(group: dist.ProcessGroup, requested: Mapping[str, str]) -> str | None:
     world = distributed_c10d.GroupMember.WORLD
     groups = (each for each in (group, world) if each is not None)
     return next(filter(None, (requested.get(each.group_name) for each in groups)), None)
 
 
-def _make_group(
+def _simulated_make_group(
     requested: dict[str, str], make: Callable[..., Any], *args: Any, **kwargs: object
 ) -> object:
     """Make new process groups use the fake backend; keep the requested backends by group name."""

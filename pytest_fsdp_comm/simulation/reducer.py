@@ -50,8 +50,8 @@ def reducer_patches() -> Iterator[Replacement]:
     yield dist, "Logger", SimulatedLogger
     yield dist, "_register_comm_hook", _simulated_register_hook
     yield dist, "_register_builtin_comm_hook", _simulated_register_builtin_hook
-    yield wrap_attribute(dist, "_verify_params_across_processes", _verify_parameters)
-    yield wrap_attribute(DistributedDataParallel, _FIND_RANK, _find_common_rank)
+    yield wrap_attribute(dist, "_verify_params_across_processes", _simulated_verify_params)
+    yield wrap_attribute(DistributedDataParallel, _FIND_RANK, _simulated_find_common_rank)
 
 
 class SimulatedBucket(dist.GradBucket):  # type: ignore[misc, name-defined]  # as above
@@ -61,7 +61,7 @@ class SimulatedBucket(dist.GradBucket):  # type: ignore[misc, name-defined]  # a
     def create(
         cls, indices: Sequence[int], parameters: Sequence[torch.Tensor], dtype: torch.dtype | None
     ) -> SimulatedBucket:
-        """Create an empty bucket for parameters, given with their places among all parameters."""
+        """Create an empty bucket for parameters, given with their indices among all parameters."""
         bucket: SimulatedBucket = cls.__new__(cls)  # only torch's reducer can call `__init__`
         bucket.indices, bucket.params = indices, parameters
         bucket.num_missing = len(indices)  # how many gradients have not arrived in this step
@@ -185,7 +185,7 @@ class SimulatedReducer:
         self._is_expecting = True
         if self._is_searching:
             nodes = find_graph_nodes(outputs)
-            self._unused = [place for place, node in enumerate(self._nodes) if node not in nodes]
+            self._unused = [index for index, node in enumerate(self._nodes) if node not in nodes]
 
     def _reset_state(self) -> None:
         self._is_expecting = self._is_unfinished = self._has_marked_unused = False
@@ -207,7 +207,7 @@ class SimulatedReducer:
         if not self._has_marked_unused:
             self._has_marked_unused = True
             for unused in self._unused:
-                self._mark_ready(unused)
+                self._mark_gradient_ready(unused)
         if self._is_static:
             if not self._num_missing[index]:
                 raise RuntimeError(
@@ -220,9 +220,9 @@ class SimulatedReducer:
                 return
         if self._is_rebuilding:
             self._arrived.append(index)
-        self._mark_ready(index)
+        self._mark_gradient_ready(index)
 
-    def _mark_ready(self, index: int) -> None:
+    def _mark_gradient_ready(self, index: int) -> None:
         if index in self._ready:
             raise RuntimeError(
                 f"Expected to mark a variable ready only once: {self._name(index)} got a second "
@@ -236,7 +236,7 @@ class SimulatedReducer:
             if bucket.num_missing:
                 return
             if not (self._skips_unused and {*bucket.indices} <= {*self._unused}):
-                self._launch(bucket)
+                self._launch_bucket(bucket)
             self._num_launched += 1
         if self._is_searching:
             self._reduce_used_parameter_map()
@@ -250,11 +250,11 @@ class SimulatedReducer:
             index for index in range(len(self._params)) if not self._num_arrivals[index]
         ]
         for bucket in self._buckets:
-            self._launch(bucket)
+            self._launch_bucket(bucket)
         self._is_expecting = self._is_unfinished = False
         self._wait_and_copy_gradients()
 
-    def _launch(self, bucket: SimulatedBucket) -> None:
+    def _launch_bucket(self, bucket: SimulatedBucket) -> None:
         bucket.number = self._num_launched
         with torch.no_grad():
             for index, view in zip(bucket.indices, bucket.views, strict=True):
@@ -427,7 +427,7 @@ def _all_reduce_bucket(
     return group.allreduce([sent]).get_future()
 
 
-def _verify_parameters(
+def _simulated_verify_params(
     verify: Callable[..., None],
     group: dist.ProcessGroup,
     parameters: Sequence[torch.Tensor],
@@ -435,11 +435,11 @@ def _verify_parameters(
 ) -> None:
     """Make DDP compare the shapes of all ranks' parameters with tensors that torch can read."""
     with unset_fake_temporarily():
-        zeros = [torch.zeros((), dtype=each.dtype, device="cpu") for each in parameters]
+        zeros = [torch.zeros((), dtype=param.dtype, device="cpu") for param in parameters]
         verify(group, [*map(torch.Tensor.expand, zeros, (each.shape for each in parameters))])
 
 
-def _find_common_rank(
+def _simulated_find_common_rank(
     find: Callable[..., int], ddp: DistributedDataParallel, _: int, is_candidate: bool
 ) -> int:
     """Make DDP choose the last rank, as it does under ``Join`` if all ranks have equal inputs."""

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.recording.patches import Replacement, patch_attributes, wrap_attribute
-from pytest_fsdp_comm.recording.value_dependence import SKIPPED, note_answer
+from pytest_fsdp_comm.recording.value_dependence import SKIPPED, add_assumption
 from pytest_fsdp_comm.simulation.memory import SimulationError
 
 _CHECKPOINT: Final = "torch.distributed.checkpoint"
@@ -34,31 +34,31 @@ class SkippedSaves:
     """The saves that a simulated rank has skipped; `str` returns a note, empty without saves."""
 
     def __init__(self) -> None:
-        self._places: dict[str, None] = {}
+        self._calls: dict[str, None] = {}
 
     def __str__(self) -> str:
-        if not self._places:
+        if not self._calls:
             return ""
-        places = ", ".join(self._places)
-        return f"note: a simulated rank has no data to save, so these calls wrote nothing: {places}"
+        calls = ", ".join(self._calls)
+        return f"note: a simulated rank has no data to save, so these calls wrote nothing: {calls}"
 
     def patches(self) -> Iterator[Replacement]:
         """Yield the arguments of `setattr` for each function that saves tensors."""
-        yield wrap_attribute(torch, "save", self._save)
+        yield wrap_attribute(torch, "save", self._save_or_skip)
         # Import these here, because most simulations save nothing.
         for path in (_CHECKPOINT, f"{_CHECKPOINT}.state_dict_saver"):
             module = importlib.import_module(path)
             for name in _CHECKPOINTS:
-                yield wrap_attribute(module, name, self._save_checkpoint)
+                yield wrap_attribute(module, name, self._skip_checkpoint)
         with contextlib.suppress(ImportError):
             safetensors = importlib.import_module("safetensors.torch")
             for name in ("save", "save_file"):
-                yield wrap_attribute(safetensors, name, self._save_safetensors)
+                yield wrap_attribute(safetensors, name, self._save_or_skip_safetensors)
 
     def _note_skipped_save(self, how: str) -> None:
-        self._places[f"{find_call_site()} ({how})"] = None
+        self._calls[f"{find_call_site()} ({how})"] = None
 
-    def _save(
+    def _save_or_skip(
         self, save: Callable[..., None], obj: object, f: object, *args: Any, **kwargs: Any
     ) -> None:
         try:
@@ -69,16 +69,16 @@ class SkippedSaves:
         else:
             save(obj, f, *args, **kwargs)
 
-    def _save_checkpoint(self, save: Callable[..., object], *_: object, **__: object) -> object:
+    def _skip_checkpoint(self, save: Callable[..., object], *_: object, **__: object) -> object:
         # Ranks exchange their plans for a checkpoint, even if it contains no tensors.
         how = f"torch.distributed.checkpoint.{save.__name__}"
         self._note_skipped_save(how)
-        note_answer(SKIPPED, how)
+        add_assumption(SKIPPED, how)
         done: Future[None] = Future()
         done.set_result(None)
         return done if save.__name__ == "async_save" else None
 
-    def _save_safetensors(
+    def _save_or_skip_safetensors(
         self, save: Callable[..., object], *args: object, **kwargs: object
     ) -> object:
         try:
@@ -94,7 +94,7 @@ def process_patches() -> Iterator[Replacement]:
     # `package.spawn` is a function, which hides the module of the same name.
     for module in (package, sys.modules[package.start_processes.__module__]):
         yield module, "start_processes", simulated_start_processes
-    yield wrap_attribute(BaseProcess, "start", _start_process)
+    yield wrap_attribute(BaseProcess, "start", _simulated_process_start)
 
 
 def simulated_start_processes(
@@ -115,7 +115,7 @@ def simulated_start_processes(
     return SimpleNamespace(join=lambda *_, **__: True, processes=[])
 
 
-def _start_process(start: Callable[[BaseProcess], None], process: BaseProcess) -> None:
+def _simulated_process_start(start: Callable[[BaseProcess], None], process: BaseProcess) -> None:
     function = vars(process).get(_TARGET)
     module = str(getattr(function, "__module__", ""))
     if function is not None and not module.startswith(_OF_PYTHON):

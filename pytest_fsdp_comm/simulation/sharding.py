@@ -48,7 +48,7 @@ def sharding_patches() -> Iterator[Replacement]:
         yield _random, _TRACKER, tracker
         yield _random, "is_rng_supported_mesh", lambda _: True  # the original warns about the CPU
     if hasattr(_meta_registrations, _GROUPED):
-        yield wrap_attribute(_meta_registrations, _GROUPED, _infer_grouped_mm)
+        yield wrap_attribute(_meta_registrations, _GROUPED, _simulated_grouped_mm_meta)
 
 
 def _wrap_strided_shard_search(propagate: Callable[..., None]) -> Callable[..., None]:
@@ -68,7 +68,7 @@ def _wrap_strided_shard_search(propagate: Callable[..., None]) -> Callable[..., 
     return run
 
 
-def _infer_grouped_mm(
+def _simulated_grouped_mm_meta(
     infer: Callable[..., object], *args: Any, scale_a: object = None, **options: object
 ) -> object:
     # Like a GPU, torch's meta kernel for grouped matrix products accepts only bfloat16. The CPU

@@ -44,12 +44,12 @@ from pytest_fsdp_comm.recording.frames import (
 )
 from pytest_fsdp_comm.recording.operations import UNKNOWN, VALUE_READS
 from pytest_fsdp_comm.recording.overlap import current_overlap
-from pytest_fsdp_comm.recording.owners.attribution import list_roots
+from pytest_fsdp_comm.recording.owners.attribution import list_output_nodes
 from pytest_fsdp_comm.recording.owners.stack import BELOW_DISPATCHER
 from pytest_fsdp_comm.recording.patches import Replacement, wrap_attribute
 from pytest_fsdp_comm.recording.value_dependence import is_mask, is_one_hot_with_classes
 from pytest_fsdp_comm.simulation.memory import OperatorCall
-from pytest_fsdp_comm.simulation.overlap import NOTHING, Clock, Place, Timeline
+from pytest_fsdp_comm.simulation.overlap import NOTHING, Clock, StreamPosition, Timeline
 from pytest_fsdp_comm.upstream import look_up
 
 _Work: TypeAlias = tuple[nn.Module | None, int]
@@ -139,7 +139,7 @@ class SimulatedEvent:
         wait_on_host("synchronize", self._clock if self._overlap is current_order() else NOTHING)
 
 
-def _use_stream(stream: object) -> contextlib.AbstractContextManager[object]:
+def _simulated_stream_context(stream: object) -> contextlib.AbstractContextManager[object]:
     """Replace ``torch.cuda.stream(...)``, which accepts None, and streams of other packages."""
     return stream if isinstance(stream, SimulatedStream) else contextlib.nullcontext()
 
@@ -204,7 +204,7 @@ def stream_patches(module: object, event: type[SimulatedEvent]) -> Iterator[Repl
     """Replace the streams of a module such as torch.cuda, whose events are of type `event`."""
     replacements: dict[str, object] = {
         **dict.fromkeys(("Stream", "ExternalStream"), SimulatedStream),
-        **dict.fromkeys(("StreamContext", "stream"), _use_stream),
+        **dict.fromkeys(("StreamContext", "stream"), _simulated_stream_context),
         "Event": event,
         "current_stream": current_stream,
         "default_stream": default_stream,
@@ -220,7 +220,7 @@ def wait_patches() -> Iterator[Replacement]:
     """Replace the ways to wait for a collective."""
     yield from stream_patches(torch.cpu, SimulatedEvent)
     for name in ("wait", "synchronize"):
-        yield wrap_attribute(FakeWork, name, _wait_for_work)
+        yield wrap_attribute(FakeWork, name, _simulated_work_wait)
     yield FakeWork, "get_future", _simulated_get_future
     for name in filter(functools.partial(hasattr, dist.ProcessGroup), _COLLECTIVES):
         yield wrap_attribute(dist.ProcessGroup, name, _run_and_store_outputs)
@@ -228,7 +228,7 @@ def wait_patches() -> Iterator[Replacement]:
     yield functional, _WRAP, lambda tensor: tensor
     # DTensor and user code wait themselves if a result is an AsyncCollectiveTensor.
     for name in ("wait", "trigger_wait"):
-        yield FakeTensor, name, _wait_for_result
+        yield FakeTensor, name, _simulated_result_wait
     for module in [*sys.modules.values()]:
         if getattr(module, "__dict__", {}).get(_ASYNC) is _AsyncTensor:
             yield module, _ASYNC, _InFlight
@@ -246,14 +246,14 @@ class _InFlight(_AsyncTensor, metaclass=_InFlightType):  # type: ignore[misc]  #
     """Replaces ``AsyncCollectiveTensor``; also has results that nobody has waited for."""
 
 
-def _wait_for_result(tensor: FakeTensor) -> FakeTensor:
+def _simulated_result_wait(tensor: FakeTensor) -> FakeTensor:
     order = current_order()
     if order is not None:
         order.wait_for_results([tensor])
     return tensor
 
 
-def _wait_for_work(
+def _simulated_work_wait(
     wait: Callable[..., object], work: object, *args: object, **kwargs: object
 ) -> object:
     overlap = current_order()
@@ -302,32 +302,32 @@ class StreamOrder:
 
     def __init__(self) -> None:
         self.timeline: Timeline[_Work] = Timeline()
-        # The places of asynchronous calls, keyed by the id of their `Work`, which the value keeps.
-        self._works: dict[int, tuple[Any, Place, bool]] = {}
-        # The places of functional collectives whose results nobody has used, keyed by the address
+        # Positions of asynchronous calls, keyed by the id of their `Work`, which the value keeps.
+        self._works: dict[int, tuple[Any, StreamPosition, bool]] = {}
+        # Positions of functional collectives whose results nobody has used, keyed by the address
         # of the result's storage, which the value keeps.
-        self._results: dict[int, tuple[Any, Place | None]] = {}
-        self._latest: Place | None = None
+        self._results: dict[int, tuple[Any, StreamPosition | None]] = {}
+        self._latest: StreamPosition | None = None
 
     # The recorder calls the next three methods; see `recording.overlap.Overlap`.
 
-    def issue(self, group: object, message: Mapping[str, Any], result: object) -> Place:
+    def issue(self, group: object, message: Mapping[str, Any], result: object) -> StreamPosition:
         stream: Any = current_stream()
         communicator = group, message["peer"]
         # Operations on symmetric memory are kernels of the current stream.
         if message["is_async"] is not False and not message["kind"].startswith(UNKNOWN):
             self.timeline.wait(communicator, self.timeline.record(stream))
             stream = communicator
-        place = self._latest = self.timeline.communicate(stream, communicator)
+        position = self._latest = self.timeline.communicate(stream, communicator)
         is_barrier = message["kind"] == "barrier"
         for value in result if isinstance(result, (list, tuple)) else [result]:
             if isinstance(value, torch.ScriptObject):
                 work = distributed_c10d.Work.unbox(value)
-                self._works[id(work)] = work, place, is_barrier
-        return place
+                self._works[id(work)] = work, position, is_barrier
+        return position
 
-    def beside(self, place: Place) -> Iterator[_Work]:
-        return self.timeline.beside(place)
+    def work_beside(self, position: StreamPosition) -> Iterator[_Work]:
+        return self.timeline.work_beside(position)
 
     @contextlib.contextmanager
     def use_forward_streams(self, outputs: Iterable[object]) -> Iterator[None]:
@@ -347,10 +347,10 @@ class StreamOrder:
     def wait_for(self, work: object) -> None:
         """Make the current stream wait for a collective, and for a barrier also the host."""
         if id(work) in self._works:
-            _, place, is_barrier = self._works[id(work)]
-            self.timeline.wait(current_stream(), place.end)
+            _, position, is_barrier = self._works[id(work)]
+            self.timeline.wait(current_stream(), position.end)
             if is_barrier:
-                wait_on_host("barrier", place.end)
+                wait_on_host("barrier", position.end)
 
     def track_functional_results(self, tensors: Iterable[torch.Tensor]) -> None:
         """Make the first operation that uses a functional collective's results wait for it."""
@@ -370,11 +370,11 @@ class StreamOrder:
     def wait_for_results(self, tensors: Iterable[torch.Tensor]) -> None:
         """Make the current stream wait for the functional collectives that returned tensors."""
         for tensor in tensors:
-            _, place = self._results.pop(tensor.untyped_storage()._cdata, (None, None))
-            if place is not None:
-                self.timeline.wait(current_stream(), place.end)
+            _, position = self._results.pop(tensor.untyped_storage()._cdata, (None, None))
+            if position is not None:
+                self.timeline.wait(current_stream(), position.end)
 
-    def compute(self, op: OperatorCall, result: object) -> None:
+    def note_computation(self, op: OperatorCall, result: object) -> None:
         """Note an operation that has run on the current stream, if it has FLOPs."""
         count = _find_flop_formula(op.func)
         flops = 0 if count is None else count(*op.args, **op.kwargs, out_val=result)
@@ -391,8 +391,8 @@ def _add_stream_hooks(
     caller = current_stream()
     # Events of nodes on other streams, keyed by the nodes that wait for them.
     events: defaultdict[Any, list[SimulatedEvent]] = defaultdict(list)
-    streams = _streams_of_graph(outputs)
-    for root in list_roots(outputs):
+    streams = _map_nodes_to_streams(outputs)
+    for root in list_output_nodes(outputs):
         if streams[root] is not caller:
             events[root].append(caller.record_event())
     for node, stream in streams.items():
@@ -410,9 +410,9 @@ def _add_stream_hooks(
     return {*streams.values()} - {caller}
 
 
-def _streams_of_graph(outputs: Iterable[object]) -> dict[Any, SimulatedStream]:
+def _map_nodes_to_streams(outputs: Iterable[object]) -> dict[Any, SimulatedStream]:
     """Return the stream of each node in a graph."""
-    caller, pending = current_stream(), list_roots(outputs)
+    caller, pending = current_stream(), list_output_nodes(outputs)
     streams = {root: _thread.stream_of(root, caller) for root in pending}
     while pending:
         node = pending.pop()
@@ -479,7 +479,7 @@ def _find_flop_formula(func: OpOverload) -> Callable[..., int] | None:
     return formula or flop_counter.flop_registry.get(packet)
 
 
-def _count_grouped(first: torch.Tensor, second: torch.Tensor, *_: object, **__: object) -> int:
+def _count_grouped_mm(first: torch.Tensor, second: torch.Tensor, *_: object, **__: object) -> int:
     num_groups = first.shape[0] if first.dim() == second.dim() == len("GMK") else 1
     return int(2 * num_groups * first.shape[-2] * first.shape[-1] * second.shape[-1])
 
@@ -490,7 +490,7 @@ def _make_shape_counter(count: Any, num_tensors: int) -> Callable[..., int]:
 
 # Operations that torch's registry lacks.
 _CPU_FORMULAS: Final[dict[str, Callable[..., int]]] = {
-    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _count_grouped),
+    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _count_grouped_mm),
     _ATTENTION: _make_shape_counter(flop_counter.sdpa_flop_count, 3),
     f"{_ATTENTION}_backward": _make_shape_counter(flop_counter.sdpa_backward_flop_count, 4),
 }
@@ -506,7 +506,7 @@ _WAYS: Final = {
 
 def note_wait_of_read(op: OperatorCall, *, is_on_gpu: bool | None) -> None:
     """Note an operation that reads values; `is_on_gpu` is None if the test uses no GPU."""
-    way, args = way_of_read(op.func), op.args
+    way, args = find_way_of_read(op.func), op.args
     if way is None or op.kwargs.get("output_size") is not None:
         return
     if is_on_gpu is False and not _is_called_from(_SCALER):
@@ -544,7 +544,7 @@ def is_called_by_user() -> bool:
 
 
 @functools.cache
-def way_of_read(func: OpOverload) -> str | None:
+def find_way_of_read(func: OpOverload) -> str | None:
     """Return how an operation that makes the host wait for values is called; None for others."""
     name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
     schema = getattr(func, "_schema", None)

@@ -48,7 +48,7 @@ from pytest_fsdp_comm.recording.kernels import set_compiler
 from pytest_fsdp_comm.recording.operations import NAMESPACES, UNKNOWN, call_of, group_of, tensors_in
 from pytest_fsdp_comm.recording.owners.stack import running_modules
 from pytest_fsdp_comm.recording.patches import hide_package_from_compiler
-from pytest_fsdp_comm.recording.value_dependence import is_mask, name_of_read, note_answer
+from pytest_fsdp_comm.recording.value_dependence import add_assumption, is_mask, name_of_read
 from pytest_fsdp_comm.simulation import memory
 from pytest_fsdp_comm.simulation.groups import RealGroups, mirror_outputs
 from pytest_fsdp_comm.simulation.memory import (
@@ -61,10 +61,10 @@ from pytest_fsdp_comm.simulation.memory import (
 from pytest_fsdp_comm.simulation.streams import (
     count_waits_as,
     current_order,
+    find_way_of_read,
     is_called_by_user,
     note_wait_of_read,
     wait_on_host,
-    way_of_read,
 )
 
 _CHOICES: Final = {
@@ -113,7 +113,7 @@ _TRUTHS: Final = {torch.ops.aten.equal.default, torch.ops.aten.allclose.default}
 _READ: Final = torch.ops.aten._local_scalar_dense.default
 _COPY: Final = torch.ops.aten.copy_.default
 _TO_COPY: Final = torch.ops.aten._to_copy.default
-_MOST_ANSWERS: Final = 10_000
+_MOST_ASSUMED: Final = 10_000
 """Maximum number of unknown values that a line of code can read per test; reading more raises."""
 _ADVICE: Final = {
     "floats": (
@@ -161,7 +161,7 @@ _PLAIN_TENSORS: Final = frozenset({FakeTensor, torch.Tensor, torch.nn.Parameter}
 _LISTS: Final = frozenset({list, tuple, torch.Size})
 
 
-class _OfThread:
+class _ThreadLocal:
     def __init__(self, make: Callable[[], object]) -> None:
         self._make, self._held = make, threading.local()
 
@@ -181,24 +181,24 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
     has_cuda = False
     # torch stores these attributes in the mode, which all threads share here, so store them
     # separately for each thread.
-    in_kernel_invocation = _OfThread(bool)
-    enter_stack = _OfThread(list)
-    _is_composing = _OfThread(bool)
+    in_kernel_invocation = _ThreadLocal(bool)
+    enter_stack = _ThreadLocal(list)
+    _is_composing = _ThreadLocal(bool)
     supports_higher_order_operators = True
 
-    def __init__(self, *, answers: bool, shares: tuple[float, ...] | None = None) -> None:
+    def __init__(self, *, assumes: bool, shares: tuple[float, ...] | None = None) -> None:
         hide_package_from_compiler()
         # Accept real tensors, which were created before the simulation, for example as globals of a
         # test module. Their values are known.
         super().__init__(allow_non_fake_inputs=True)
-        self._answers = answers
+        self._assumes = assumes
         self._shares = shares
-        self.begin(None)
+        self.begin_test(None)
 
-    def begin(self, groups: RealGroups | None) -> None:
+    def begin_test(self, groups: RealGroups | None) -> None:
         """Begin a test; `groups` exchanges values with peers that run (None without ``real=``)."""
         self._groups = groups
-        self._answered: Counter[str] = Counter()
+        self._num_assumed: Counter[str] = Counter()
         SimulatedTensors.has_cuda = False
         _awaited.clear()
 
@@ -206,7 +206,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         """Return a simulated copy of a real tensor; its values are known unless it is too large."""
         simulated = self.from_tensor(tensor)
         if tensor.numel() > memory.MAX_NUMEL:
-            memory.set_values(simulated, memory.Values.too_large())
+            memory.set_values(simulated, memory.Values.make_too_large())
             return simulated
         with unset_fake_temporarily():
             memory.copy_value_into(simulated, tensor.clone())
@@ -243,15 +243,15 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             set_compiler(compiler)
 
     def _dispatch_with_device_marks(self, op: OperatorCall) -> object:
-        place = op.kwargs.get("device")
-        if place is not None and (
-            (place.type == "cuda" and not torch.cuda.is_available())
-            or (place.type == "cpu" and place.index is not None)
+        requested = op.kwargs.get("device")
+        if requested is not None and (
+            (requested.type == "cuda" and not torch.cuda.is_available())
+            or (requested.type == "cpu" and requested.index is not None)
         ):
             op = op._replace(kwargs={**op.kwargs, "device": CPU})
-        if op.func is _TO_COPY and place is not None and place.type == "cpu":
-            place = None  # torch names the device even if it only changes the dtype
-        custom = _custom_function(op.func)
+        if op.func is _TO_COPY and requested is not None and requested.type == "cpu":
+            requested = None  # torch names the device even if it only changes the dtype
+        custom = _find_custom_function(op.func)
         if custom and _has_group_name((*op.args, *op.kwargs.values())):
             with self:
                 return custom(*op.args, **op.kwargs)
@@ -260,17 +260,17 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         if order is not None:
             order.wait_before_use(op)
             _note_host_wait(op)
-        if not (self.has_marks or place):
+        if not (self.has_marks or requested):
             return self._run_and_set_values(op)
         marked = () if op.func is _COPY else op.tensors
-        marks = [place] if place else [*filter(None, map(marked_device, marked))]
+        marks = [requested] if requested else [*filter(None, map(marked_device, marked))]
         result = self._run_and_set_values(op)
         if marks and marks[0].type == "cuda":
             written = op.tensors if _has_written_arguments(op.func) else ()
-            for tensor in (*_fake_tensors(result), *written):
+            for tensor in (*_list_fake_tensors(result), *written):
                 mark_with_device(tensor, marks[0])
-        elif place:  # unmark the result, which may be based on a marked copy
-            for tensor in _fake_tensors(result):
+        elif requested:  # unmark the result, which may be based on a marked copy
+            for tensor in _list_fake_tensors(result):
                 remove_device_mark(tensor)
         return result
 
@@ -303,9 +303,9 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             if not follows:
                 self._set_partly_known_results(op, result)
             elif _has_written_arguments(func):
-                memory.run_write(op, _list_written(op))
+                memory.run_write(op, _list_written_tensors(op))
             else:
-                memory.set_output_values(op, _fake_tensors(result))
+                memory.set_output_values(op, _list_fake_tensors(result))
         return result
 
     def _dispatch_to_fake_kernel(self, op: OperatorCall) -> object:
@@ -318,7 +318,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             self._is_composing = False
         order = current_order()
         if order is not None and result is not NotImplemented:
-            order.compute(op, result)
+            order.note_computation(op, result)
         return result
 
     def _set_partly_known_results(self, op: OperatorCall, result: object) -> None:
@@ -330,7 +330,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         else:
             if self._shares is not None and op.func in _CHOICES:
                 self._set_chosen_experts(_bind_arguments(op), result)
-            outputs = _fake_tensors(result)
+            outputs = _list_fake_tensors(result)
             if outputs and has_integral_dtype(outputs[-1]):
                 _set_deducible_outputs(op, outputs)
 
@@ -340,26 +340,26 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             self._note_or_refuse_mirrored_read(op.func, op.args)
         values = memory.run_read(op)
         result = tree_map_only(torch.Tensor, self.from_tensor, values)
-        for tensor, value in zip(_fake_tensors(result), tensors_in(values), strict=True):
+        for tensor, value in zip(_list_fake_tensors(result), tensors_in(values), strict=True):
             memory.copy_value_into(tensor, value, is_mirrored=is_from_peers)
         return result
 
     def _run_with_known_size(self, func: OpOverload, args: Sequence[Any]) -> object:
         """Run an operation of `_SIZED`, whose result has a known size despite unknown values."""
         if func is _INDEX:  # convert masks to indices, for which torch needs no memory
-            places: list[torch.Tensor | None] = []
+            indices: list[torch.Tensor | None] = []
             with self:
                 for index in args[1]:
                     if is_mask(index):
                         with count_waits_as():  # counted as a read by mask
-                            places += index.nonzero().unbind(1)
+                            indices += index.nonzero().unbind(1)
                     else:
-                        places.append(index)
-                return torch.ops.aten.index.Tensor(args[0], places)
+                        indices.append(index)
+                return torch.ops.aten.index.Tensor(args[0], indices)
         arguments = tree_map_only(torch.Tensor, memory.view_known_values, args[1:])
         values = func(_replace_with_zeros(args[0], func._opname), *arguments)
         result = tree_map_only(torch.Tensor, self.from_tensor, values)
-        for tensor, value in zip(_fake_tensors(result), tensors_in(values), strict=True):
+        for tensor, value in zip(_list_fake_tensors(result), tensors_in(values), strict=True):
             if has_integral_dtype(value):
                 memory.copy_value_into(tensor, value)
         return result
@@ -423,7 +423,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         """Set the results of a collective if its inputs are known. See Note [Known values]."""
         call = call_of(op.func)
         if call is None:  # the operation waits for a collective, or wraps its result
-            for tensor, source in zip(_fake_tensors(result), op.tensors, strict=False):
+            for tensor, source in zip(_list_fake_tensors(result), op.tensors, strict=False):
                 memory.share_values(tensor, source)
             return
         bound, operation = call.bind(op.args, op.kwargs), call.operation
@@ -433,12 +433,12 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         group = group_of(bound)
         sent = operation.tensors_sent(bound)
         # Combine the lists, because the schemas of c10d do not declare all writes.
-        outputs = [*operation.tensors_received(bound, result), *_list_written(op)]
+        outputs = [*operation.tensors_received(bound, result), *_list_written_tensors(op)]
         if operation.kind == "reduce" or operation.kind.startswith(UNKNOWN):
             outputs += sent
-        values_sent, reason = _values_sent(sent, outputs)
+        values_sent, reason = _find_sent_values(sent, outputs)
         values: list[torch.Tensor | None] = [None] * len(outputs)
-        if group is not None and self._groups is not None and self._groups.has(group):
+        if group is not None and self._groups is not None and self._groups.has_ranks_of(group):
             moved = [*sent, *outputs]
             is_exchanged = bool(moved) and has_integral_dtype(moved[0])
             exchange = self._groups.exchange
@@ -459,32 +459,32 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
 
     def _assume_read_value(self, func: OpOverload, args: Sequence[Any]) -> bool | float:
         site, how = find_call_site(), name_of_read(func)
-        is_answered = _can_assume_value(func, args)
-        if not (self._answers and is_answered):
+        can_assume = _can_assume_value(func, args)
+        if not (self._assumes and can_assume):
             reason = next(filter(None, map(memory.read_unknown_reason, tensors_in(args))), "floats")
-            advice = _ADVICE["strict" if is_answered else reason]
+            advice = _ADVICE["strict" if can_assume else reason]
             raise SimulationError(
                 f"{site} reads tensor values ({how}) that a simulated rank cannot compute: "
                 f"{advice}, or run the test on real ranks, without simulate="
             ) from None
         is_number = args[0].dtype != torch.bool and func not in _TRUTHS
-        answer = 1.0 if is_number else False
-        self._answered[site] += 1
-        if self._answered[site] > _MOST_ANSWERS:
+        value = 1.0 if is_number else False
+        self._num_assumed[site] += 1
+        if self._num_assumed[site] > _MOST_ASSUMED:
             raise SimulationError(
-                f"{site} has read unknown values ({how}) {_MOST_ANSWERS:_} times in this test, and "
-                f"got {answer} each time. A loop that waits for a different value would never end: "
+                f"{site} has read unknown values ({how}) {_MOST_ASSUMED:_} times in this test, and "
+                f"got {value} each time. A loop that waits for a different value would never end: "
                 "bound it with a value from your configuration, move it to code that the test does "
                 "not run, or run the test on real ranks, without simulate="
             ) from None
-        note_answer(answer, how)
-        return answer
+        add_assumption(value, how)
+        return value
 
     def _note_or_refuse_mirrored_read(self, func: OpOverload, args: Sequence[object]) -> None:
         """Record a read of mirrored values as an assumption, or raise under ``strict``."""
         if self._shares is not None and running_modules():
             return  # simulation_splits declares that all ranks route in the same way
-        if not self._answers:
+        if not self._assumes:
             raise SimulationError(
                 f"{find_call_site()} reads values that other ranks would have sent "
                 f"({name_of_read(func)}). "
@@ -493,11 +493,11 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
                 "otherwise run the test on real ranks, without simulate="
             ) from None
         # An integer can also affect communication after this block, so add it to later recordings.
-        note_answer("mirrored", name_of_read(func), of_process=not _can_assume_value(func, args))
+        add_assumption("mirrored", name_of_read(func), of_process=not _can_assume_value(func, args))
 
     def _set_chosen_experts(self, named: Mapping[str, Any], result: object) -> None:
         """Set the indices of the chosen experts. See Note [Declared routing]."""
-        scores, indices = named["self"], _fake_tensors(result)[-1]
+        scores, indices = named["self"], _list_fake_tensors(result)[-1]
         num_experts, k = scores.shape[-1] if scores.dim() else 0, named.get("k", 1)
         shares = self._shares or (1.0,) * num_experts
         is_last = named.get("dim", -1 if "k" in named else None) in {-1, scores.dim() - 1}
@@ -514,9 +514,9 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         # Spread all choices evenly over the cumulative shares, and the choices of each token as far
         # apart as possible, so that no token gets the same expert twice.
         total = indices.numel()
-        places = torch.arange(total, device="cpu").view(k, -1).T.flatten()
+        order = torch.arange(total, device="cpu").view(k, -1).T.flatten()
         limits = torch.tensor(shares, device="cpu", dtype=torch.float64).cumsum(0)
-        chosen = torch.searchsorted(limits, (places + 0.5) / total * limits[-1], right=True)
+        chosen = torch.searchsorted(limits, (order + 0.5) / total * limits[-1], right=True)
         memory.copy_value_into(indices, chosen.clamp_(max=num_experts - 1).view(indices.shape))
 
 
@@ -534,7 +534,7 @@ def mark_with_device(tensor: torch.Tensor, device: torch.device) -> None:
     """Mark the storage of a simulated tensor with a device."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     if isinstance(tensor, FakeTensor) and tensor.fake_device.type != "meta":
-        _attributes_of(tensor)[_MARK] = device
+        _mark_attributes(tensor)[_MARK] = device
         SimulatedTensors.has_marks = SimulatedTensors.has_cuda = True
 
 
@@ -543,17 +543,17 @@ def marked_device(tensor: torch.Tensor) -> torch.device | None:
     tensor = getattr(tensor, "_local_tensor", tensor)
     if not isinstance(tensor, FakeTensor):
         return None
-    return _attributes_of(tensor).get(_MARK)
+    return _mark_attributes(tensor).get(_MARK)
 
 
 def remove_device_mark(tensor: torch.Tensor) -> None:
     """Remove the mark of a simulated tensor, which then is on the CPU."""
-    _attributes_of(tensor).pop(_MARK, None)
+    _mark_attributes(tensor).pop(_MARK, None)
 
 
-def _attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+def _mark_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that hold a tensor's mark; a sparse tensor has no storage."""
-    return memory.attributes(tensor) if tensor.layout is torch.strided else vars(tensor)
+    return memory.storage_attributes(tensor) if tensor.layout is torch.strided else vars(tensor)
 
 
 def _note_host_wait(op: OperatorCall) -> None:
@@ -565,7 +565,7 @@ def _note_host_wait(op: OperatorCall) -> None:
         # To torch itself, all tensors are on the CPU, so its own copies stay on the GPU.
         if is_to_gpu != is_of_gpu and is_blocking and is_called_by_user():
             wait_on_host("copy_to_device" if is_to_gpu else "copy_to_host")
-    elif way_of_read(op.func) is not None:
+    elif find_way_of_read(op.func) is not None:
         is_on_gpu = any(map(marked_device, op.tensors)) if SimulatedTensors.has_cuda else None
         note_wait_of_read(op, is_on_gpu=is_on_gpu)
 
@@ -581,13 +581,13 @@ def _list_tensor_arguments(args: Iterable[object]) -> list[torch.Tensor]:
     return tensors
 
 
-def _fake_tensors(result: object) -> list[FakeTensor]:
+def _list_fake_tensors(result: object) -> list[FakeTensor]:
     if isinstance(result, FakeTensor):
         return [result]
     return [tensor for tensor in tensors_in(result) if isinstance(tensor, FakeTensor)]
 
 
-def _values_sent(
+def _find_sent_values(
     sent: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor] | None, str]:
     """Return a collective's inputs, or None if unknown, and the reason for any unknown results."""
@@ -607,7 +607,7 @@ def _is_composite(func: object) -> bool:
 
 
 @functools.cache
-def _custom_function(func: object) -> Callable[..., object] | None:
+def _find_custom_function(func: object) -> Callable[..., object] | None:
     """Return a custom operator's real implementation, because the fake one does not communicate."""
     operator = OPDEFS.get(func._schema.name) if isinstance(func, OpOverload) else None
     return operator._init_fn if operator else None
@@ -646,9 +646,9 @@ def _set_or_forget_overwritten(op: OperatorCall) -> None:
         return
     if any(_is_absorbing_operand(name[:-1], tensor, tensor.dtype) for tensor in op.tensors[:1]):
         return  # the result is known, as in True.bitwise_or_(unknown)
-    for tensor in _list_written(op):
+    for tensor in _list_written_tensors(op):
         memory.copy_value_into(tensor, None)
-        memory.store_unknown_reason(tensor, _find_reason(op))
+        memory.store_unknown_reason(tensor, _find_unknown_reason(op))
     if op.func is _UNSCALE:  # unknown gradients count as finite
         _set_to_zero(op.args[1])
 
@@ -672,7 +672,7 @@ def _set_deducible_outputs(op: OperatorCall, outputs: Sequence[FakeTensor]) -> N
         memory.set_output_values(fill._replace(tensors=known), outputs)
     else:
         for tensor in outputs:
-            memory.store_unknown_reason(tensor, _find_reason(op))
+            memory.store_unknown_reason(tensor, _find_unknown_reason(op))
 
 
 def _is_absorbing_operand(name: str, tensor: torch.Tensor, to: torch.dtype) -> bool:
@@ -705,7 +705,7 @@ def _replace_with_zeros(tensor: object, name: str) -> object:
     return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(shape)
 
 
-def _find_reason(op: OperatorCall) -> str:
+def _find_unknown_reason(op: OperatorCall) -> str:
     """Return why integers or booleans in a result are unknown, as a key of `_ADVICE`."""
     if op.func._opname in {"eq", "ne"} and isinstance(op.args[1], torch.Tensor):
         return "matches"
@@ -751,7 +751,7 @@ def _bind_arguments(op: OperatorCall) -> dict[str, object]:
     return {**dict(zip(names, op.args, strict=False)), **op.kwargs}
 
 
-def _list_written(op: OperatorCall) -> list[Any]:
+def _list_written_tensors(op: OperatorCall) -> list[Any]:
     named = _bind_arguments(op)
     statistics = _STATISTICS if op.func._opname in _KEEP_STATISTICS else ()
     return [

@@ -46,7 +46,7 @@ def simulate_script() -> Iterator[SkippedSaves]:
     skipped = SkippedSaves()
     SimulationError.is_in_script = True
     with (
-        simulate_rank(answers=True),
+        simulate_rank(assumes=True),
         patch_attributes(*skipped.patches(), *process_patches()),
     ):
         yield skipped
@@ -54,26 +54,26 @@ def simulate_script() -> Iterator[SkippedSaves]:
 
 @contextlib.contextmanager
 def simulate_rank(
-    *, answers: bool, shares: tuple[float, ...] | None = None, groups: RealGroups | None = None
+    *, assumes: bool, shares: tuple[float, ...] | None = None, groups: RealGroups | None = None
 ) -> Iterator[None]:
     """Simulate this rank during the block.
 
     Args:
-        answers: If true, reading an unknown float returns 1.0, and reading an unknown boolean
+        assumes: If true, reading an unknown float returns 1.0, and reading an unknown boolean
             returns False; if false, both raise. Reading an unknown integer always raises.
         shares: Relative number of tokens that a router sends to each expert; empty if all experts
             get the same number, None to leave the router's choices unknown.
         groups: Exchanges values with peers along the axes of ``real=``; None without ``real=``.
     """
     _register_missing_meta_kernels()
-    tensors = _cached_tensors(answers=answers, shares=shares)
-    tensors.begin(groups)
+    tensors = _cached_tensors(assumes=assumes, shares=shares)
+    tensors.begin_test(groups)
     with (
         private_names("a class or module that a simulation reads"),
         patch_attributes(*_world_patches(tensors, groups)),
         provide_overlap(StreamOrder),
         patch_attributes(*wait_patches()),
-        simulate_cuda(answers=answers),
+        simulate_cuda(assumes=assumes),
         # Do not compile: compiled code communicates like eager code, but would use fake tensors of
         # a different mode.
         torch.compiler.set_stance("force_eager"),
@@ -123,7 +123,7 @@ def strip_inner_frames(error: FsdpCommError) -> FsdpCommError:
         return error
     at, outside = error.__traceback__, []
     while at is not None:
-        outside += [at] * is_outside_torch(at.tb_frame)
+        outside += [at] if is_outside_torch(at.tb_frame) else []
         at = at.tb_next
     traceback = None
     for at in reversed(outside):

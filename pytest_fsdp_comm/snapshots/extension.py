@@ -45,7 +45,7 @@ from pytest_fsdp_comm.snapshots.lines import REMEDY
 from pytest_fsdp_comm.snapshots.names import PART, SUFFIX, make_basename, module_to_directory
 from pytest_fsdp_comm.text.files import EXPECTED, RECEIVED, is_nested, write_atomically
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-from pytest_fsdp_comm.text.words import first_of, show_path
+from pytest_fsdp_comm.text.words import show_path, take_first
 from pytest_fsdp_comm.tree.model import ShardTree
 from pytest_fsdp_comm.tree.profile import merge, tree_facts
 
@@ -322,7 +322,7 @@ def check_completeness(profile: CommProfile, *, allowed: AbstractSet[str] = froz
         lines = [
             f"  {gap.text}{f' (on {name_ranks(gap.ranks)})' if gap.ranks else ''}" for gap in gaps
         ]
-        listed, num_more = first_of(lines, _MAX_GAPS)
+        listed, num_more = take_first(lines, _MAX_GAPS)
         more = [f"  and {num_more} more"] if num_more else []
         raise IncompleteRecordingError("\n".join((before, *listed, *more, after)))
 

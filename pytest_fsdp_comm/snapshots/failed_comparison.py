@@ -16,7 +16,7 @@ from pytest_fsdp_comm.reports.explanation import (
     write_headline,
 )
 from pytest_fsdp_comm.text.codec import from_json, to_json
-from pytest_fsdp_comm.text.words import first_of
+from pytest_fsdp_comm.text.words import take_first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,7 @@ def print_shared_changes(reporter: pytest.TerminalReporter) -> None:
         amounts = " (numbers of the first test)" if differ else ""
         summary = f"{summarize_group(first)}{amounts}"
         reporter.write_line(f"{len(nodeids)} tests: {summary}", red=True)
-        listed, more = first_of(nodeids, _MOST_TESTS)
+        listed, more = take_first(nodeids, _MOST_TESTS)
         for line in (*map(printable, listed), *([f"and {more} more"] if more else [])):
             reporter.write_line(f"  {line}")
         accept = make_joint_accept_command([failures[nodeid] for nodeid in nodeids])

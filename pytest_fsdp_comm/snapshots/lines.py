@@ -16,7 +16,7 @@ from pytest_fsdp_comm.errors import SnapshotFormatError, quote_text
 from pytest_fsdp_comm.text.fqn import (
     NO_MODULE,
     escape,
-    first_name,
+    first_fqn,
     fold_fqns,
     natural_key,
     unescape,
@@ -255,7 +255,7 @@ def folded_lines(names_of: Mapping[str, Sequence[str | None]]) -> list[str]:
     lines: list[tuple[tuple[object, ...], str]] = []
     for content, names in names_of.items():
         for pattern in fold_fqns(name for name in names if name is not None):
-            key = (False, natural_key(first_name(pattern)), content)
+            key = (False, natural_key(first_fqn(pattern)), content)
             lines.append((key, f"{pattern} {content}"))
         if None in names:
             lines.append(((True, natural_key(""), content), f"{NO_MODULE} {content}"))

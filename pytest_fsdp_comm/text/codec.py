@@ -208,7 +208,7 @@ def _read_mapping(read_key: _Reader, read_value: _Reader, data: object, where: s
 
 
 @cache
-def _inspect_fields(cls: Any) -> tuple[dict[str, _Reader], set[str]]:
+def _make_field_readers(cls: Any) -> tuple[dict[str, _Reader], set[str]]:
     kinds = typing.get_type_hints(cls)
     needed = {
         entry.name
@@ -221,7 +221,7 @@ def _inspect_fields(cls: Any) -> tuple[dict[str, _Reader], set[str]]:
 def _read_dataclass(cls: type, data: object, where: str) -> object:
     if not isinstance(data, dict):
         raise _make_error(where, f"an object with the fields of {cls.__name__}", data)
-    readers, needed = _inspect_fields(cls)
+    readers, needed = _make_field_readers(cls)
     if unknown := sorted(data.keys() - readers.keys()):
         raise CodecError(f"{where} has an unknown field {unknown[0]!r}")
     if missing := sorted(needed - data.keys()):

@@ -39,5 +39,5 @@ def write_all_atomically(texts: Mapping[Path, str]) -> None:
 
 def is_nested(path: Path, other: Path) -> bool:
     """Return whether one path is equal to or inside the other, after following links."""
-    path, other = (Path(os.path.realpath(place)) for place in (path, other))
+    path, other = (Path(os.path.realpath(link)) for link in (path, other))
     return path.is_relative_to(other) or other.is_relative_to(path)

@@ -211,7 +211,7 @@ def expand(pattern: str) -> tuple[str, ...]:
     return tuple(_join_words_and_numbers(words, chosen) for chosen in product(*numbers))
 
 
-def matcher(pattern: str) -> Callable[[str], bool]:
+def make_matcher(pattern: str) -> Callable[[str], bool]:
     """Return a predicate for FQNs that match `pattern`; ``*`` matches a segment or part of one."""
     if pattern == ROOT_TEXT:
         return lambda fqn: not fqn
@@ -243,7 +243,7 @@ def _split_pattern(pattern: str) -> tuple[list[str], list[Ranges]]:
     return parts[::2], [_read_ranges(part, pattern) for part in parts[1::2]]
 
 
-def first_name(pattern: str) -> str:
+def first_fqn(pattern: str) -> str:
     """Return the first FQN that a valid pattern describes."""
     return unescape(re.sub(r"\{([0-9]+)[^{}]*\}", r"\1", pattern))
 

@@ -20,7 +20,7 @@ FOLDED: Final = 4
 # A message should fit on a screen, so ranks with equal texts share a line. If there are still more
 # lines than this, only the rarest texts are listed: the rank that all others are waiting for is
 # usually the only one in its state.
-MOST_WAYS: Final = 4
+MOST_TEXTS: Final = 4
 # Regular expression that matches every list of ranks, but also some invalid ones.
 RANKS_PATTERN: Final = r"[0-9][0-9,:/-]*"
 
@@ -118,13 +118,13 @@ def group_ranks_by_text(texts: Mapping[int, str]) -> list[tuple[list[int], str]]
 
 
 def group_rarest_texts_first(texts: Mapping[int, str], others: str) -> list[tuple[list[int], str]]:
-    """Group ranks by text, smallest group first; merge surplus groups under the text `others`."""
+    """Group ranks by text, rarest first; fill in ``{count}`` in `others` for the rest."""
     folded = sorted(group_ranks_by_text(texts), key=lambda fold: len(fold[0]))
-    if len(folded) <= MOST_WAYS:
+    if len(folded) <= MOST_TEXTS:
         return folded
-    listed, merged = folded[: MOST_WAYS - 1], folded[MOST_WAYS - 1 :]
+    listed, merged = folded[: MOST_TEXTS - 1], folded[MOST_TEXTS - 1 :]
     ranks = sorted(rank for group, _ in merged for rank in group)
-    return [*listed, (ranks, others.format(len(merged)))]
+    return [*listed, (ranks, others.replace("{count}", str(len(merged))))]
 
 
 def prefix_texts_with_ranks(texts: Mapping[int, str]) -> list[str]:

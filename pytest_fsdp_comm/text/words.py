@@ -34,7 +34,7 @@ def show_count(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def cut(text: str, most: int) -> str:
+def cut_end(text: str, most: int) -> str:
     """Truncate text to `most` (at least 60) characters; the last line says how many were cut."""
     if len(text) <= most:
         return text
@@ -42,7 +42,7 @@ def cut(text: str, most: int) -> str:
     return f"{beginning}\n... and {len(text) - len(beginning):_} more characters"
 
 
-def first_of(entries: Sequence[_T], most: int) -> tuple[Sequence[_T], int]:
+def take_first(entries: Sequence[_T], most: int) -> tuple[Sequence[_T], int]:
     """Return the first entries, at most ``most + 1``, and how many entries were left out."""
     # Never leave out a single entry, because "1 more" needs as much room as the entry.
     if len(entries) <= most + 1:
@@ -56,7 +56,7 @@ def join_first(texts: Sequence[str], most: int) -> str:
     return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-def shorten(line: str, most: int) -> str:
+def shorten_line(line: str, most: int) -> str:
     """Truncate a line to at most `most` characters, between words unless a word is long."""
     if len(line) <= most:
         return line

@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.text.fqn import fold_fqns
-from pytest_fsdp_comm.text.words import shorten, show_count, show_nbytes
+from pytest_fsdp_comm.text.words import shorten_line, show_count, show_nbytes
 
 Level = Literal["error", "warning"]
 RuleLevel = Literal["error", "warning", "off"]
@@ -74,7 +74,7 @@ class Findings(tuple[Finding, ...]):
             return "()"
         listed = "; ".join(f"{finding.code} in {finding.where}" for finding in self)
         text = f"{show_count(len(self), 'finding')}: {listed}"
-        return f"<{shorten(text, _MAX_REPR - len('<>'))}>"
+        return f"<{shorten_line(text, _MAX_REPR - len('<>'))}>"
 
     def __str__(self) -> str:
         return "\n".join(map(str, self))

@@ -254,7 +254,7 @@ import pytest
 from pytest_fsdp_comm.ranks.session import runner
 from test_it import noted, extend_under_load
 
-runner.visible_gpu_count = lambda: 2
+runner.count_visible_gpus = lambda: 2
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):

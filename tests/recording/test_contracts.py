@@ -13,9 +13,9 @@ from torch.utils import _python_dispatch
 
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS
 from pytest_fsdp_comm.errors import UpstreamChangedError
-from pytest_fsdp_comm.recording import kernels, patches
+from pytest_fsdp_comm.recording import kernels, operations, patches
 from pytest_fsdp_comm.recording.mesh_axes import find_axes, process_groups
-from pytest_fsdp_comm.recording.operations import BATCH, SILENT, VALUE_READS, Place, find_operation
+from pytest_fsdp_comm.recording.operations import BATCH, SILENT, VALUE_READS, find_operation
 from pytest_fsdp_comm.recording.owners import fsdp, stack, tensors
 from pytest_fsdp_comm.recording.patches import patch_attributes
 from pytest_fsdp_comm.recording.script import watch_optimizer_steps
@@ -103,7 +103,7 @@ def test_torch_has_both_names_of_init_and_destroy():
 
 def test_weak_storage_reference_keeps_address():
     tensor = torch.ones(4)
-    reference = tensors.weak_storage(tensor)
+    reference = tensors.make_storage_ref(tensor)
     assert reference.cdata == tensor.view(2, 2).untyped_storage()._cdata
     assert tensors.extent_of(tensor[1:3])[1:] == (4, 12)
     # A dimension of size 1 may have any stride.
@@ -283,7 +283,7 @@ def test_every_operation_of_this_torch_is_in_the_table():
     for packet, schema in found:
         operation = find_operation(packet.default)
         assert operation.kind in {*COLLECTIVE_KINDS, BATCH}
-        names = {argument.name for argument in schema.arguments} | {"", *Place}
+        names = {argument.name for argument in schema.arguments} | {"", *operations.Location}
         assert {operation.sent, operation.received, operation.root, operation.peer} <= names, schema
 
 
@@ -303,7 +303,7 @@ def test_value_reads_match_tags_of_torch():
         of = torch._C._dispatch_has_kernel_for_dispatch_key
         if namespace != "aten" or short.endswith("out") or of(name, "CompositeImplicitAutograd"):
             continue
-        tags = {*kernels._overload(name).tags}
+        tags = {*kernels._look_up_overload(name).tags}
         reads = tags & {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
         if reads:
             found.add(name)

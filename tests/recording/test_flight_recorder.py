@@ -3,7 +3,7 @@
 import pytest
 
 from pytest_fsdp_comm.recording import flight_recorder
-from pytest_fsdp_comm.recording.flight_recorder import Witness, flights, read_flights
+from pytest_fsdp_comm.recording.flight_recorder import Witness, parse_flights, read_flights
 
 
 def entry(seq, *, backend, state, retired=False, is_p2p=False, at=100, kind="all_reduce"):
@@ -36,7 +36,7 @@ def entry(seq, *, backend, state, retired=False, is_p2p=False, at=100, kind="all
     ],
 )
 def test_flight_is_done_if_retired_or_completed(backend, state, retired, is_done):
-    (found,) = flights([entry(7, backend=backend, state=state, retired=retired)])
+    (found,) = parse_flights([entry(7, backend=backend, state=state, retired=retired)])
     assert (found.kind, found.seq, found.nbytes, found.is_done) == ("all_reduce", 7, 16, is_done)
 
 
@@ -58,7 +58,7 @@ def test_flights_skip_earlier_and_point_to_point_calls(monkeypatch):
     ],
 )
 def test_kinds_of_nccl_have_the_recordings_names(listed, kind):
-    (found,) = flights([entry(1, backend="nccl", state="started", kind=listed)])
+    (found,) = parse_flights([entry(1, backend="nccl", state="started", kind=listed)])
     assert found.kind == kind
 
 
@@ -69,6 +69,6 @@ def test_gap_names_the_kind_that_nccl_ran(monkeypatch):
     monkeypatch.setattr(flight_recorder, "_read_entries", lambda dump: [unseen] * ("nccl" in dump))
     monkeypatch.setattr("time.time_ns", lambda: 0)
     witness = Witness()
-    witness.end([])
-    (gap,) = witness.gaps(dict)
+    witness.find_unseen([])
+    (gap,) = witness.make_gaps(dict)
     assert gap.text.endswith(": reduce_scatter of 16 B float32 over default_pg")

@@ -361,7 +361,7 @@ def test_devices_are_read_back_as_they_were_asked_for():
 def test_devices_are_the_same_in_each_simulation():
     names = ("tensor", "as_tensor", "asarray")
     for _ in range(2):
-        with simulation(answers=True):
+        with simulation(assumes=True):
             for name in names:
                 assert getattr(torch, name)([1.0], device=0).device == torch.device("cuda:0")
                 with torch.device("meta"):
@@ -373,7 +373,7 @@ def test_devices_are_the_same_in_each_simulation():
 @pytest.mark.distributed(world_size=2, backend="fake")
 def test_a_simulation_does_not_know_earlier_meshes():
     for device_type in ("cuda", "cpu"):
-        with simulation(answers=True):
+        with simulation(assumes=True):
             assert torch.cuda.current_device() == 0
             assert init_device_mesh(device_type, (2,)).device_type == device_type
             torch.cuda.set_device(1)
@@ -531,7 +531,7 @@ def test_everything_is_undone():
         return [dict(vars(place)) for place in places]
 
     before = holders()
-    with simulate_cuda(answers=True):
+    with simulate_cuda(assumes=True):
         assert holders() != before
     assert holders() == before
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from pytest_fsdp_comm.ranks.wire.load import extend_under_load
-from pytest_fsdp_comm.simulation.groups import distinct_places
+from pytest_fsdp_comm.simulation.groups import distinct_coordinates
 
 TESTS = pathlib.Path(__file__).parents[1]
 MODEL = """
@@ -64,7 +64,7 @@ def test_each_local_shape_has_a_rank(length, sizes):
         shape = (length, 7)
         of_all = {local(shape, sizes, dims, place) for place in everywhere}
         for own in everywhere:
-            places = [*itertools.product(*distinct_places(shape, sizes, dims, own))]
+            places = [*itertools.product(*distinct_coordinates(shape, sizes, dims, own))]
             assert own in places
             assert {local(shape, sizes, dims, place) for place in places} == of_all
             if len(of_all) == 1:

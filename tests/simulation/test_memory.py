@@ -181,7 +181,7 @@ def test_an_operator_without_sizes_is_refused():
 
 def test_threads_leave_only_what_they_entered():
     mode, is_entered, may_leave = (
-        SimulatedTensors(answers=True),
+        SimulatedTensors(assumes=True),
         threading.Event(),
         threading.Event(),
     )

@@ -22,7 +22,7 @@ OUTSIDE = torch.arange(4)
 
 @pytest.fixture
 def simulated():
-    with SimulatedTensors(answers=True):
+    with SimulatedTensors(assumes=True):
         yield
 
 
@@ -111,7 +111,7 @@ def test_an_unknown_count_is_refused_with_the_line(read, how):
 
 
 def test_a_strict_simulation_answers_nothing():
-    with SimulatedTensors(answers=False):
+    with SimulatedTensors(assumes=False):
         with pytest.raises(SimulationError, match=r"test_values\.py:\d+ reads tensor values"):
             torch.rand(1).item()
         assert torch.ones(1).item() == 1.0
@@ -138,7 +138,7 @@ CALLS = [
 
 
 def test_cache_key_has_all_that_results_depend_on():
-    mode = SimulatedTensors(answers=True)
+    mode = SimulatedTensors(assumes=True)
 
     def made(dtype, has_gradient, default, call):
         torch.set_default_dtype(default)
@@ -259,7 +259,7 @@ def test_integers_are_those_of_a_real_rank(name, small, monkeypatch):
     """Computed at once, or when they are read."""
     monkeypatch.setattr(memory, "_SMALL", small)
     expected = REAL[name]()
-    with simulation(answers=False):
+    with simulation(assumes=False):
         assert REAL[name]() == expected
 
 
@@ -272,7 +272,7 @@ def test_write_keeps_values_that_were_computed_before():
 
 
 def test_unknown_floats_are_finite_without_an_answer():
-    with SimulatedTensors(answers=False):
+    with SimulatedTensors(assumes=False):
         x = torch.rand(3)
         assert torch.isfinite(x).tolist() == [True] * 3
         assert not (torch.isnan(x) | torch.isinf(x)).any()

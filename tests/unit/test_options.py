@@ -277,10 +277,10 @@ def test_launched_ranks_may_exceed_one_machine():
 
 
 def test_launched_ranks_have_the_gpus_of_all_machines(monkeypatch):
-    monkeypatch.setattr(gpus_module, "visible_gpu_count", lambda: 8)
-    assert gpus_module.usable_gpu_count(None) == 8
-    assert gpus_module.usable_gpu_count(launched()) == 512
-    assert gpus_module.usable_gpu_count(launched(local_world_size=16)) == 0
+    monkeypatch.setattr(gpus_module, "count_visible_gpus", lambda: 8)
+    assert gpus_module.count_usable_gpus(None) == 8
+    assert gpus_module.count_usable_gpus(launched()) == 512
+    assert gpus_module.count_usable_gpus(launched(local_world_size=16)) == 0
 
 
 @pytest.mark.parametrize(("arguments", "size"), [((), 6), (("--world-size", "3"), 3)])

@@ -22,7 +22,7 @@ from pytest_fsdp_comm.gathering import Exchange
 from pytest_fsdp_comm.ranks.hangs.stacks import (
     drop_start_frames,
     find_innermost_user_frame,
-    is_users,
+    is_user_frame,
     show_code,
     show_site,
     show_stack,
@@ -59,7 +59,7 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
     """Return where the main thread is; ignore collectives before `since_ns` (`time.time_ns`)."""
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = [frame for frame, _ in traceback.walk_stack(main)] if main else []
-    raised = _reported_exception(frames)
+    raised = _find_reported_exception(frames)
     stack = _make_stack(frames) if raised is None else _raising_frames(raised)
     user, is_recorded = find_innermost_user_frame(stack), not any(map(_is_unrecorded_wait, frames))
     activity = Activity.COMPARES if any(map(_is_comparing, frames)) else Activity.RUNS
@@ -93,7 +93,7 @@ def _make_stack(frames: Iterable[FrameType]) -> list[FrameSummary]:
 def is_waiting(stack: Sequence[FrameSummary]) -> bool:
     """Return whether user code is inside a torch call that might be waiting for other ranks."""
     code = show_code(find_innermost_user_frame(stack))
-    inner = itertools.takewhile(lambda frame: not is_users(frame), stack)
+    inner = itertools.takewhile(lambda frame: not is_user_frame(frame), stack)
     is_in_torch = any(_TORCH.search(frame.filename) for frame in inner)
     return is_in_torch or _WAITING_CALL.search(code) is not None
 
@@ -103,7 +103,7 @@ def _summarize_frame(code: CodeType, line: int | None) -> FrameSummary:
     return FrameSummary(code.co_filename, line or 0, code.co_name, lookup_line=False)
 
 
-def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
+def _find_reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
     # While `Channel.receive` is waiting, its frame is one of the five innermost frames.
     if any(frame.f_code.co_filename == channel.__file__ for frame in frames[:5]):
         # The rank is waiting for its next test, and `sys` still has the exception of its last test.

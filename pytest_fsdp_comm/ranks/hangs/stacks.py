@@ -11,7 +11,7 @@ from traceback import FrameSummary
 from typing import Final
 
 from pytest_fsdp_comm.recording.frames import PACKAGE, find_author
-from pytest_fsdp_comm.text.words import shorten, show_path
+from pytest_fsdp_comm.text.words import shorten_line, show_path
 
 _PAUSE_S = 0.005
 _SETTLED = 10
@@ -27,19 +27,19 @@ _INNERMOST_FRAMES: Final = 4
 _OUTERMOST_FRAMES: Final = 1
 
 
-def is_runner(path: str) -> bool:
+def is_runner_file(path: str) -> bool:
     """Return whether a file belongs to pytest or one of its plugins, including this plugin."""
     return find_author(path) == "ours" or _RUNNERS.search(path) is not None
 
 
-def is_users(frame: FrameSummary) -> bool:
+def is_user_frame(frame: FrameSummary) -> bool:
     """Return whether a frame is user code, not code of an installed package or a test runner."""
-    return find_author(frame.filename) == "user" and not is_runner(frame.filename)
+    return find_author(frame.filename) == "user" and not is_runner_file(frame.filename)
 
 
 def find_innermost_user_frame(frames: Iterable[FrameSummary]) -> FrameSummary | None:
     """Return the first frame of user code; `frames` begin with the innermost."""
-    return next(filter(is_users, frames), None)
+    return next(filter(is_user_frame, frames), None)
 
 
 def drop_start_frames(frames: Iterable[FrameSummary]) -> list[FrameSummary]:
@@ -54,7 +54,7 @@ def show_site(frame: FrameSummary | None) -> str:
 
 def show_code(frame: FrameSummary | None) -> str:
     """Return a frame's line of source code, shortened if it is long; "" if it is unknown."""
-    return shorten(" ".join((frame.line or "").split()), _LONGEST_CODE) if frame else ""
+    return shorten_line(" ".join((frame.line or "").split()), _LONGEST_CODE) if frame else ""
 
 
 def append_code(site: str, code: str) -> str:
@@ -64,7 +64,7 @@ def append_code(site: str, code: str) -> str:
 
 def show_stack(frames: Sequence[FrameSummary]) -> tuple[str, ...]:
     """Format the frames of user code, innermost first, then the innermost library call."""
-    users = [frame for frame in frames if is_users(frame)]
+    users = [frame for frame in frames if is_user_frame(frame)]
     lines = [show_site(frame) for frame in users]
     lines[:1] = [append_code(line, show_code(users[0])) for line in lines[:1]]
     omitted = len(lines) - _INNERMOST_FRAMES - _OUTERMOST_FRAMES
@@ -72,9 +72,9 @@ def show_stack(frames: Sequence[FrameSummary]) -> tuple[str, ...]:
         lines[_INNERMOST_FRAMES:-_OUTERMOST_FRAMES] = [f"... {omitted} more calls ..."]
     called = [
         frame
-        for frame in itertools.takewhile(lambda frame: not is_users(frame), frames)
+        for frame in itertools.takewhile(lambda frame: not is_user_frame(frame), frames)
         # If no user code is on the stack, the rank may hang in pytest, so keep pytest's frames.
-        if not frame.filename.startswith("<") and not (users and is_runner(frame.filename))
+        if not frame.filename.startswith("<") and not (users and is_runner_file(frame.filename))
     ]
     lines += [f"inside {frame.name} ({frame.filename}:{frame.lineno})" for frame in called[:1]]
     return tuple(lines)

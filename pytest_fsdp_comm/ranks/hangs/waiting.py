@@ -68,9 +68,9 @@ def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
     """Find ranks that will wait longer than `timeout_s` for ranks that issue no more calls."""
     # A rank in a comparison continues only when all ranks have reached the comparison.
     over = Activity.HAS_ENDED, Activity.COMPARES
-    ended = [rank for rank, at in positions.items() if at.activity in over]
+    ended = [rank for rank, position in positions.items() if position.activity in over]
     groupless = tuple(rank for rank in ended if not positions[rank].groups)
-    joining = [rank for rank, at in positions.items() if at.is_joining and groupless]
+    joining = [rank for rank, where in positions.items() if where.is_joining and groupless]
     stranded: Stranded = dict.fromkeys(joining, ("the process group", groupless))
     for group in _merge_groups(positions):
         # A position lists only the last collectives, so a rank may have called a collective that
@@ -91,7 +91,7 @@ def explain_mismatch(positions: _Positions, failed: Iterable[int]) -> str:
         calls = [call for rank in failed for call in group.calls.get(rank, {}).values()]
         for seq in sorted({call.seq for call in calls if call.is_last}):
             collective, by_rank = f"#{seq} of {group.label}", group.calls_of(seq)
-            if _describe_difference(collective, by_rank):
+            if _describe_call_difference(collective, by_rank):
                 return _describe_mismatch(collective, by_rank, positions)
     return ""
 
@@ -109,16 +109,16 @@ def _describe_mismatch(
     }
     sites = {positions[rank].site for rank, call in calls.items() if call.is_last} - {""}
     at = f" at {min(sites)}" if len(sites) == 1 else ""
-    (first, text), *others = group_rarest_texts_first(sent, "in {} other ways")
+    (first, text), *others = group_rarest_texts_first(sent, "in {count} other ways")
     parts = [f"{name_ranks(ranks)} {text}" for ranks, text in others]
     start = ", ".join([f"{name_ranks(first)} {called} {text}", *parts])
     return f"{start}: mismatch in {collective}{at}"
 
 
-def list_stacks(stacks: Mapping[int, str], title: str) -> list[str]:
+def format_stacks(stacks: Mapping[int, str], title: str) -> list[str]:
     """Format the stack of each rank ("" if unknown) under a title such as ``{ranks} {is} at:``."""
     lines = []
-    for ranks, stack in sorted(group_rarest_texts_first(stacks, "{} other places")):
+    for ranks, stack in sorted(group_rarest_texts_first(stacks, "{count} other places")):
         lines.append(_fill_template(title, ranks))
         lines += [f"    {line}" for line in (stack or "position unknown").splitlines()]
     return lines
@@ -165,7 +165,8 @@ def _describe_cause(
 ) -> Iterator[str]:
     doing = {rank: f"which {_describe_activity(positions.get(rank))}" for rank in guilty}
     previous: list[int] = []
-    for ranks, text in sorted(group_rarest_texts_first(doing, "which {{is}} at {} other places")):
+    grouped = group_rarest_texts_first(doing, "which {is} at {count} other places")
+    for ranks, text in sorted(grouped):
         waiting = sorted(rank for rank, missing in reached.items() if missing & {*ranks})
         is_all = len(waiting) == len(reached) > 1
         start = "all wait" if is_all else _fill_template("{ranks} {waits}", waiting)
@@ -274,7 +275,7 @@ def _make_stall(group: _Group, seq: int, inside: Sequence[int], positions: _Posi
         owner, at = f" for {module}" if module else "", f" at {site}" if site else ""
         size = show_nbytes(call.nbytes)
         waiting[rank] = f"{{waits}} in {call.kind} {collective}{owner} ({size}){at}"
-    difference = _describe_difference(collective, calls)
+    difference = _describe_call_difference(collective, calls)
     elsewhere = [rank for rank in group.ranks if rank not in waiting]
     never = frozenset(rank for rank in elsewhere if rank not in calls)
     finished = frozenset(rank for rank in elsewhere if rank in calls and calls[rank].is_done)
@@ -312,18 +313,18 @@ def _find_divergence(group: _Group, before: int) -> tuple[str, dict[int, str]]:
         [of_ranks[rank].owner if rank in of_ranks else "" for of_ranks in calls]
         for rank in group.calls
     ]
-    place = first_difference(owners, lambda named: len({*filter(None, named)}) > 1)
-    if place is None:
+    first = first_difference(owners, lambda named: len({*filter(None, named)}) > 1)
+    if first is None:
         return "", {}
     # Positions list only the last calls. If no earlier call that they list was for the same module
     # on all ranks, the ranks may have diverged even earlier.
-    were_equal = any(sum(map(bool, named)) > 1 for named in [*zip(*owners, strict=True)][:place])
-    earlier = "" if were_equal or numbers[place] == 1 else " or earlier"
-    diverging = {rank: call.owner for rank, call in calls[place].items() if call.owner}
-    return f"ranks diverged at #{numbers[place]} of {group.label}{earlier}", diverging
+    were_equal = any(sum(map(bool, named)) > 1 for named in [*zip(*owners, strict=True)][:first])
+    earlier = "" if were_equal or numbers[first] == 1 else " or earlier"
+    diverging = {rank: call.owner for rank, call in calls[first].items() if call.owner}
+    return f"ranks diverged at #{numbers[first]} of {group.label}{earlier}", diverging
 
 
-def _describe_difference(collective: str, calls: Mapping[int, IssuedCollective]) -> str:
+def _describe_call_difference(collective: str, calls: Mapping[int, IssuedCollective]) -> str:
     """Describe a difference between the ranks' calls that makes a collective fail or hang."""
     kinds = {call.kind for call in calls.values()}
     if len(kinds) > 1:
@@ -337,7 +338,7 @@ def _describe_difference(collective: str, calls: Mapping[int, IssuedCollective])
 def _explain_stalls(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterator[str]:
     for start in dict.fromkeys(stall.divergence[0] for stall in stalls if stall.divergence[0]):
         by_rank = [stall.divergence[1] for stall in stalls if stall.divergence[0] == start]
-        folded = sorted(group_rarest_texts_first(ChainMap(*by_rank), "{} others"))
+        folded = sorted(group_rarest_texts_first(ChainMap(*by_rank), "{count} others"))
         parts = [f"{name_ranks(ranks)} for {owner}" for ranks, owner in folded]
         yield f"{start}: called on {', on '.join(parts)}"
     waiting = {rank: text for stall in stalls for rank, text in stall.waiting.items()}
@@ -347,8 +348,8 @@ def _explain_stalls(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> 
     did = {rank: text for rank, (text, _) in absent.items()}
     # If an absent rank is waiting in another collective, the line about that collective says where,
     # so do not repeat it.
-    at = {rank: "" if rank in reached else place for rank, (_, place) in absent.items()}
-    yield from _fold_texts({rank: f"{text}{at[rank]}" for rank, text in did.items()}, did)
+    doing = {rank: "" if rank in reached else text for rank, (_, text) in absent.items()}
+    yield from _fold_texts({rank: f"{text}{doing[rank]}" for rank, text in did.items()}, did)
 
 
 def _fold_texts(full: Mapping[int, str], short: Mapping[int, str]) -> Iterator[str]:

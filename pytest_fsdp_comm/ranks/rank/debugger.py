@@ -41,7 +41,7 @@ def copy_terminal(config: pytest.Config) -> tuple[int, ...]:
 @contextlib.contextmanager
 def keep_foreground(terminal: Sequence[int]) -> Iterator[None]:
     """After the block, return the terminal to pytest, even if a rank died in a debugger."""
-    is_foreground = bool(terminal) and _foreground(terminal[0]) == os.getpgrp()
+    is_foreground = bool(terminal) and _get_foreground_group(terminal[0]) == os.getpgrp()
     try:
         yield
     finally:
@@ -49,7 +49,7 @@ def keep_foreground(terminal: Sequence[int]) -> Iterator[None]:
             _set_foreground_group(terminal[0], os.getpgrp())
 
 
-def _foreground(descriptor: int) -> int | None:
+def _get_foreground_group(descriptor: int) -> int | None:
     """Return the foreground process group of a terminal; None if `descriptor` is not a terminal."""
     with contextlib.suppress(OSError):
         return os.tcgetpgrp(descriptor)
@@ -84,14 +84,14 @@ class RankTerminal:
         self._stdin = sys.stdin
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  # until `leave`
         # If pytest runs in the background, another program has the terminal, so do not take it.
-        if _foreground(0) == self._pytests_group:
+        if _get_foreground_group(0) == self._pytests_group:
             _set_foreground_group(0, os.getpgrp())
 
     def leave(self) -> None:
         if not self._logs:
             return
         flush_streams()
-        if _foreground(0) == os.getpgrp():
+        if _get_foreground_group(0) == os.getpgrp():
             _set_foreground_group(0, self._pytests_group)
         for descriptor, target in zip(self._logs, _STANDARD, strict=True):
             os.dup2(descriptor, target)
@@ -130,7 +130,7 @@ class _SuspendedCapture(MultiCapture[str]):
         super().resume_capturing()
 
 
-def debug_here(config: pytest.Config, terminal: RankTerminal) -> None:
+def allow_debuggers(config: pytest.Config, terminal: RankTerminal) -> None:
     """Connect this rank to the terminal whenever pytest enters a debugger."""
     manager = capture_manager(config)
     if manager is None:

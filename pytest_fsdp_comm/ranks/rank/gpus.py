@@ -26,7 +26,7 @@ _UNUSABLE = 255
 _MOST = 254
 
 
-def visible_gpu_count() -> int:
+def count_visible_gpus() -> int:
     """Return the number of visible GPUs; 0 if no GPU driver is installed."""
     # Importing torch takes seconds, so look for a driver first. Then ask torch in a forked child,
     # because asking it here could start the CUDA driver, which makes later forks unsafe.
@@ -47,7 +47,7 @@ def is_driver_started(torch: Any) -> bool:
 
 
 @functools.cache
-def no_gpu_error(torch: Any) -> str:
+def get_gpu_error(torch: Any) -> str:
     """Start the driver; return torch's error for a missing GPU, or "" if there is a GPU."""
     # The error is cached for forked children, where torch would blame the fork instead. Do not call
     # device_count here, because it asks NVML instead of the driver.
@@ -64,7 +64,7 @@ def blame_missing_gpu_in_errors() -> None:
     """Make CUDA errors in this process and its children blame the missing GPU, not the fork."""
     torch: Any = sys.modules.get("torch")
     is_in_bad_fork = getattr(getattr(torch, "cuda", None), "_is_in_bad_fork", lambda: False)
-    text = no_gpu_error(torch) if is_in_bad_fork() else ""
+    text = get_gpu_error(torch) if is_in_bad_fork() else ""
     if not text:
         return
 
@@ -92,9 +92,9 @@ def _ask_in_forked_child(ask: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(ended) % 256
 
 
-def usable_gpu_count(launched: LaunchedRank | None) -> int:
+def count_usable_gpus(launched: LaunchedRank | None) -> int:
     """Return how many GPUs a test can use, assuming that all machines have the same number."""
-    count = visible_gpu_count()
+    count = count_visible_gpus()
     return count if launched is None else count // launched.local_world_size * launched.world_size
 
 

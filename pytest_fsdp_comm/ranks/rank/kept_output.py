@@ -16,7 +16,7 @@ KEPT_NBYTES: Final = 256 << 10
 _LONGEST_NOTE: Final = 256
 
 
-def shorten(text: str) -> str:
+def cut_middle(text: str) -> str:
     """Return `text`, or only its first and last part if it is too long."""
     left_out = len(text) - 2 * KEPT_NBYTES
     if left_out <= _LONGEST_NOTE:
@@ -24,28 +24,28 @@ def shorten(text: str) -> str:
     return f"{text[:KEPT_NBYTES]}{_describe_omission(left_out, 'characters')}{text[-KEPT_NBYTES:]}"
 
 
-def shorten_texts(data: Any) -> Any:
+def cut_middles(data: Any) -> Any:
     """Shorten each string in a serialized report; treat a list under "lines" as one string."""
     if isinstance(data, str):
-        return shorten(data)
+        return cut_middle(data)
     if isinstance(data, dict):
         return {
-            name: _shorten_lines(value) if name == "lines" else shorten_texts(value)
+            name: _cut_middle_of_lines(value) if name == "lines" else cut_middles(value)
             for name, value in data.items()
         }
-    return [shorten_texts(value) for value in data] if isinstance(data, (list, tuple)) else data
+    return [cut_middles(value) for value in data] if isinstance(data, (list, tuple)) else data
 
 
-def _shorten_lines(lines: Sequence[str]) -> Sequence[str]:
+def _cut_middle_of_lines(lines: Sequence[str]) -> Sequence[str]:
     if sum(map(len, lines)) <= 2 * KEPT_NBYTES:
         return lines
     # With --tb=native, each string ends in a line break, and some contain several lines.
     if lines[0].endswith("\n"):
-        return [shorten("".join(lines))]
-    return shorten("\n".join(lines)).split("\n")
+        return [cut_middle("".join(lines))]
+    return cut_middle("\n".join(lines)).split("\n")
 
 
-def read_kept(descriptor: int, parts: Iterable[tuple[int, int]]) -> str:
+def read_log_parts(descriptor: int, parts: Iterable[tuple[int, int]]) -> str:
     """Read (start, end) ranges of a file as one string, and shorten it if it is too long."""
     parts = [*parts]
     nbytes = sum(end - start for start, end in parts)

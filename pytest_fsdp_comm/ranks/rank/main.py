@@ -29,7 +29,7 @@ from pytest_fsdp_comm.ranks.hangs.terminate import save_position_at_terminate
 from pytest_fsdp_comm.ranks.rank import debugger, process_group, processes
 from pytest_fsdp_comm.ranks.rank.context import EXTENSIONS, RANK_CONTEXT, RankContext
 from pytest_fsdp_comm.ranks.rank.isolation import isolate_session, unregister_parents_plugins
-from pytest_fsdp_comm.ranks.rank.kept_output import shorten
+from pytest_fsdp_comm.ranks.rank.kept_output import cut_middle
 from pytest_fsdp_comm.ranks.rank.plugin import RankPlugin
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
@@ -98,7 +98,7 @@ class RankTemplate:
         if not spec.terminal:
             debugger.refuse_debuggers(session.config)
         elif rank == spec.debugged_rank:
-            debugger.debug_here(
+            debugger.allow_debuggers(
                 session.config, debugger.RankTerminal(spec.terminal, spec.foreground)
             )
         else:
@@ -194,14 +194,14 @@ def _run_item(item: pytest.Item, nextitem: pytest.Item | None) -> messages.TestE
         item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
     except pytest.exit.Exception as error:
         status = pytest.ExitCode.INTERRUPTED if error.returncode is None else error.returncode
-        session_exit = SessionExit(status=int(status), reason=shorten(str(error.msg)))
+        session_exit = SessionExit(status=int(status), reason=cut_middle(str(error.msg)))
         return messages.TestEnded(session_exit=session_exit)
     except KeyboardInterrupt as error:
         reason = f"interrupted at {find_raise_site(error) or 'an unknown line'}"
         session_exit = SessionExit(status=int(pytest.ExitCode.INTERRUPTED), reason=reason)
         return messages.TestEnded(session_exit=session_exit)
     except BaseException as error:  # noqa: BLE001  # from a plugin
-        message = shorten(str(error))
+        message = cut_middle(str(error))
         name = type(error).__name__
         return messages.TestEnded(escaped=f"{name}: {message}" if message else name)
     extensions = item.config.stash[EXTENSIONS]
@@ -211,20 +211,20 @@ def _run_item(item: pytest.Item, nextitem: pytest.Item | None) -> messages.TestE
 
 def save_coverage() -> None:
     """Save coverage's data, because a rank ends without running coverage's exit handler."""
-    if (current := _coverage()) is not None:
+    if (current := _get_parallel_coverage()) is not None:
         # Do not stop coverage: restarting it fails on modules of torch (coverage 7.17).
         current.save()
 
 
 def silence_coverage() -> None:
     """Disable coverage's warnings about missing data, because only ranks run tested code."""
-    if (current := _coverage()) is not None:
+    if (current := _get_parallel_coverage()) is not None:
         name = "run:disable_warnings"
         unmeasured = ["no-data-collected", "module-not-imported"]
         current.set_option(name, [*current.get_option(name), *unmeasured])
 
 
-def _coverage() -> Any:
+def _get_parallel_coverage() -> Any:
     coverage: Any = sys.modules.get("coverage")
     current = coverage.Coverage.current() if coverage else None
     # Without run:parallel, all processes would overwrite the same data file, so do nothing.

@@ -22,7 +22,7 @@ from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.rank import process_group, processes
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.isolation import require_private_names
-from pytest_fsdp_comm.ranks.rank.kept_output import read_kept, shorten, shorten_texts
+from pytest_fsdp_comm.ranks.rank.kept_output import cut_middle, cut_middles, read_log_parts
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import Debugging, RankCommand, RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, WarningSeen
@@ -60,7 +60,7 @@ def _make_phase_hook(when: str) -> object:
                 world.add_memory_remedy(error)
                 raise
             if when == "call" and self._real is not None:
-                self._real.check_used()
+                self._real.check_axes_exist()
             return result
 
     return hook
@@ -151,12 +151,12 @@ class RankPlugin:
             from pytest_fsdp_comm.recording.value_dependence import answers_of_process  # noqa: PLC0415  # loads torch
             from pytest_fsdp_comm.simulation.world import simulate_rank  # noqa: PLC0415  # as above
 
-            self._real = process_group.real_groups(context)
+            self._real = process_group.connect_real_groups(context)
             self._answers = answers_of_process
-            self._answers.begin({*getattr(item, "fixturenames", ())})
+            self._answers.begin_test({*getattr(item, "fixturenames", ())})
             self._simulation.enter_context(
                 simulate_rank(
-                    answers=settings.simulation == "answering",
+                    assumes=settings.simulation == "answering",
                     shares=settings.simulation_splits,
                     groups=self._real,
                 )
@@ -181,7 +181,7 @@ class RankPlugin:
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[object]) -> None:
         if self._answers is not None:
-            self._answers.forget(fixturedef.argname)
+            self._answers.forget_fixture(fixturedef.argname)
 
     def _skip_to_run_on_further_ranks(self) -> None:
         if ranks := self.further_ranks():
@@ -268,7 +268,7 @@ class RankPlugin:
         if when == "runtest" and self._logs:
             self._channel.send(
                 WarningSeen(
-                    text=shorten(str(warning_message.message)),
+                    text=cut_middle(str(warning_message.message)),
                     category_module=warning_message.category.__module__,
                     category_name=warning_message.category.__qualname__,
                     filename=warning_message.filename,
@@ -281,7 +281,7 @@ class RankPlugin:
 
 def _serialize_report(config: pytest.Config, report: pytest.TestReport) -> dict[str, object]:
     data: dict[str, Any] = config.hook.pytest_report_to_serializable(config=config, report=report)
-    texts = {name: shorten_texts(data[name]) for name in _TEXTS if name in data}
+    texts = {name: cut_middles(data[name]) for name in _TEXTS if name in data}
     pairs = data.get("user_properties", ())
     properties = [(name, _shorten_value(value)) for name, value in pairs]
     # A report created by a plugin may lack the time at which the phase ended.
@@ -292,7 +292,7 @@ def _serialize_report(config: pytest.Config, report: pytest.TestReport) -> dict[
 def _shorten_value(value: object) -> object:
     """Shorten a user property; a long value that is not a string becomes its shortened repr."""
     text = value if isinstance(value, str) else repr(value)
-    short = shorten(text)
+    short = cut_middle(text)
     return value if short == text else short
 
 
@@ -343,20 +343,20 @@ class _Log:
         self._parts: list[list[tuple[int, int]]] = [[]]
 
     def begin_subtest(self) -> None:
-        self._add_new()
+        self._add_new_part()
         self._parts.append([])
 
     def end_subtest(self) -> str:
-        self._add_new()
-        return read_kept(self._file.fileno(), self._parts.pop())
+        self._add_new_part()
+        return read_log_parts(self._file.fileno(), self._parts.pop())
 
     def end_phase(self) -> str:
-        self._add_new()
+        self._add_new_part()
         parts, self._parts = [*itertools.chain(*self._parts)], [[]]
         self.nbytes_reported = self._nbytes_seen
-        return read_kept(self._file.fileno(), parts)
+        return read_log_parts(self._file.fileno(), parts)
 
-    def _add_new(self) -> None:
+    def _add_new_part(self) -> None:
         with contextlib.suppress(ValueError, OSError, AttributeError):
             getattr(sys, self.name).flush()
         end = os.fstat(self._file.fileno()).st_size

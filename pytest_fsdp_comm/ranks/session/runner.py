@@ -32,7 +32,7 @@ from pytest_fsdp_comm.ranks.rank.context import EXTENSIONS, RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.debugger import copy_terminal, keep_foreground
 from pytest_fsdp_comm.ranks.rank.gpus import (
     blame_missing_gpu_in_errors,
-    visible_gpu_count,
+    count_visible_gpus,
     visible_gpu_names,
 )
 from pytest_fsdp_comm.ranks.rank.isolation import live_log_handler, resolve_basetemp
@@ -83,7 +83,7 @@ class RankRunner:
         self._launched = launched
         self._directory = _make_session_directory()
         # The directory of the slots that xdist workers share; None without xdist.
-        self._shared_slots = _shared_slots(session.config)
+        self._shared_slots = _find_slots_directory(session.config)
         self._indices = {item: index for index, item in enumerate(session.items)}
         self._server: RankServer | None = None
         self._terminal: tuple[int, ...] = ()
@@ -106,7 +106,7 @@ class RankRunner:
         # Launched ranks need no slots: the launcher chose the number of ranks, and each rank uses
         # the GPU whose index is its local rank.
         is_bounded = self._launched is None
-        options, gpus = self._session.config.stash[OPTIONS], self._gpus() if is_bounded else ()
+        options, gpus = self._session.config.stash[OPTIONS], self._list_gpus() if is_bounded else ()
         self._slots = Slots(
             self._shared_slots or self._directory / "slots",
             ranks=options.rank_slots if is_bounded else None,
@@ -152,10 +152,10 @@ class RankRunner:
             return "has ended"
         return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
 
-    def _gpus(self) -> tuple[str, ...]:
+    def _list_gpus(self) -> tuple[str, ...]:
         if not any(count_gpus_of_ranks(item.stash[SETTINGS]) for item in self._items):
             return ()  # counting GPUs would import torch in this process
-        return visible_gpu_names(os.environ, visible_gpu_count())
+        return visible_gpu_names(os.environ, count_visible_gpus())
 
     # This plugin is registered last, so this hook runs before those of other plugins.
     @pytest.hookimpl(tryfirst=True)
@@ -184,7 +184,7 @@ class RankRunner:
         load = partial(item.config.hook.pytest_report_from_serializable, config=item.config)
         reports = merge_reports(item, results, load, limit=_limit_of(item)[1])
         _replay_warnings(item.config, results.values())
-        exits = {rank: each.session_exit for rank, each in results.items() if each.session_exit}
+        exits = {rank: r.session_exit for rank, r in results.items() if r.session_exit}
         if exits:
             _exit_session(item, exits, reports)
             return reports
@@ -211,7 +211,7 @@ class RankRunner:
         blame_missing_gpu_in_errors()
         return RankTemplate(self._session, random_state=self._random_state).run_rank
 
-    def _next_test(self, candidate: pytest.Item | None, item: pytest.Item) -> NextTest:
+    def _choose_next_test(self, candidate: pytest.Item | None, item: pytest.Item) -> NextTest:
         """Return what the ranks of `item` do next if pytest's next test is `candidate`."""
         settings = item.stash[SETTINGS]
         if self._launched or (settings.scope == "module" and self._is_limited_by_slots(settings)):
@@ -221,7 +221,7 @@ class RankRunner:
         if settings.scope == "test":
             return NextTest()
         items = self._session.items
-        while candidate is not None and _module(candidate) is _module(item):
+        while candidate is not None and _get_module(candidate) is _get_module(item):
             index = self._indices[candidate]
             if SETTINGS in candidate.stash:
                 suits = candidate.stash[SETTINGS] == settings
@@ -299,7 +299,7 @@ class RankRunner:
         return (
             item is not None
             and supervision.spec.settings == item.stash.get(SETTINGS, None)
-            and _module(self._session.items[supervision.spec.item_index]) is _module(item)
+            and _get_module(self._session.items[supervision.spec.item_index]) is _get_module(item)
         )
 
     def _is_limited_by_slots(self, settings: DistributedSettings) -> bool:
@@ -319,7 +319,7 @@ class RankRunner:
             and supervision.can_run(index)
             and not supervision.server.has_died
         ):
-            supervision.begin_next(index, self._next_test(nextitem, item))
+            supervision.begin_next_test(index, self._choose_next_test(nextitem, item))
             return supervision
         # End ranks that an earlier test left running, because the new ranks may need their slots.
         self._end_ranks()
@@ -360,7 +360,7 @@ class RankRunner:
         directory.mkdir()
         config, settings = self._session.config, item.stash[SETTINGS]
         debugged = config.stash[OPTIONS].pdb_rank
-        next_test = NextTest() if self._fallback_reason else self._next_test(nextitem, item)
+        next_test = NextTest() if self._fallback_reason else self._choose_next_test(nextitem, item)
         with self._slots.wait_for_free_slots(
             ranks=len(settings.ranks), gpus=count_gpus_of_ranks(settings)
         ) as (slots, gpus):
@@ -491,7 +491,7 @@ def _limit_of(item: pytest.Item) -> tuple[float, str]:
     return min(ours, theirs), f"{ours:g} s" if ours <= theirs else f"{theirs:g} s (pytest-timeout)"
 
 
-def _module(item: pytest.Item) -> pytest.Module | None:
+def _get_module(item: pytest.Item) -> pytest.Module | None:
     return item.getparent(pytest.Module)
 
 
@@ -505,7 +505,7 @@ def _list_echoed_streams(config: pytest.Config) -> tuple[str, ...]:
     )
 
 
-def _shared_slots(config: pytest.Config) -> Path | None:
+def _find_slots_directory(config: pytest.Config) -> Path | None:
     run = getattr(config, "workerinput", {}).get("testrunuid")
     if run is None:
         return None

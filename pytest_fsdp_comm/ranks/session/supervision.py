@@ -29,7 +29,7 @@ from pytest_fsdp_comm.ranks.hangs.stacks import (
 )
 from pytest_fsdp_comm.ranks.hangs.terminate import load_position
 from pytest_fsdp_comm.ranks.hangs.waiting import Stranded, find_stranded
-from pytest_fsdp_comm.ranks.rank.kept_output import read_kept
+from pytest_fsdp_comm.ranks.rank.kept_output import read_log_parts
 from pytest_fsdp_comm.ranks.session.verdict import describe_positions
 from pytest_fsdp_comm.ranks.start.ending import remove_directory
 from pytest_fsdp_comm.ranks.start.fork_server import RankServer, ServerDiedError
@@ -118,13 +118,13 @@ class Supervision:
         self._results = {rank: RankResult(rank=rank, is_starting=True) for rank in ranks}
         self._have_ended_tests: set[int] = set()
         self._stranded: Stranded = {}
-        self._look_at, self._look_after_s = 0.0, GRACE_S
+        self._next_check_at, self._check_after_s = 0.0, GRACE_S
         self._had_done: bool | None = None
         self._next_test = next_test
         self.is_reusable = False
         """Whether all ranks have passed the last test and are waiting for the next one."""
 
-    def begin_next(self, item_index: int, next_test: messages.NextTest) -> None:
+    def begin_next_test(self, item_index: int, next_test: messages.NextTest) -> None:
         self._reported = {
             rank: result.reports[-1].nbytes_reported for rank, result in self._results.items()
         }
@@ -154,7 +154,7 @@ class Supervision:
         was_debugged = False
         while not all(result.is_over for result in results):
             now = time.monotonic()
-            if is_starting and not any(each.is_starting and not each.is_over for each in results):
+            if is_starting and not any(r.is_starting and not r.is_over for r in results):
                 is_starting, started_at, limit_s = False, now, timeout_s
                 deadline, shows_after_s = now + timeout_s, progress_after_s
             if any(result.is_debugging and not result.is_over for result in results):
@@ -207,8 +207,8 @@ class Supervision:
             self._locate_ranks()
         for result in results:
             if result.is_done:
-                at = result.position or Position(site="")
-                result.position = replace(at, activity=Activity.HAS_ENDED)
+                position = result.position or Position(site="")
+                result.position = replace(position, activity=Activity.HAS_ENDED)
         self._print_new_log_lines()
         self.is_reusable = not self._exited and all(
             result.is_done and not result.has_failed and result.can_run_another
@@ -217,7 +217,7 @@ class Supervision:
         if not self.is_reusable:
             # Tear down kept fixtures now, so that this test's report includes their failures.
             self._end_tests()
-        self._read_unreported()
+        self._read_unreported_output()
 
     def can_run(self, item_index: int) -> bool:
         """Return whether the ranks are waiting for a test, and may run the one at `item_index`."""
@@ -279,7 +279,7 @@ class Supervision:
         self, ranks: Iterable[int], message: messages.RunTest | messages.EndTests
     ) -> None:
         for rank in ranks:
-            with contextlib.suppress(OSError):  # the rank has died; `_note_ends` will notice
+            with contextlib.suppress(OSError):  # the rank has died; `_note_ended_ranks` will notice
                 self._channels[rank].send(message)
 
     def _process_events(self, timeout_s: float) -> None:
@@ -289,23 +289,23 @@ class Supervision:
                 self._read_message(key.data)
         # Also check after each timeout, because launched ranks never make `server` readable.
         if not events or any(key.fileobj is self.server for key, _ in events):
-            self._note_ends()
+            self._note_ended_ranks()
         self._print_new_log_lines()
 
-    def _note_ends(self) -> None:
+    def _note_ended_ranks(self) -> None:
         for rank, status in self.server.exit_statuses().items():
             if rank not in self._exited:
                 # Note [Dead ranks are read first]: the last messages of a dead rank are still in
                 # the socket. They may say that the rank finished the test, or why it failed, so
                 # read them all before marking a rank as dead or stopped.
-                self._drain(rank)
+                self._drain_messages(rank)
                 self._exited.add(rank)
                 if not self._results[rank].is_done:
                     self._results[rank].status = status
                     self._results[rank].ended_at = time.time()
                     self._results[rank].position = load_position(self.spec.position_path(rank))
 
-    def _drain(self, rank: int) -> None:
+    def _drain_messages(self, rank: int) -> None:
         """Read all messages that a rank has sent; see Note [Dead ranks are read first]."""
         channel = self._channels[rank]
         for _ in range(_DRAINED_MESSAGES):
@@ -361,13 +361,13 @@ class Supervision:
         # On a busy machine, a rank may have finished, but its last message may not have been read.
         running = [result for result in self._results.values() if not result.is_over]
         for result in running:
-            self._drain(result.rank)
+            self._drain_messages(result.rank)
         self._locate_ranks()
         for result in running:
             # Ignore messages that arrive after the deadline: SIGUSR1 may have interrupted the call
             # that hung, so that the test continued.
             if why is Stopped.AFTER_FAILURE and not result.is_over:
-                self._drain(result.rank)
+                self._drain_messages(result.rank)
             if not result.is_over:
                 result.stopped, result.ended_at = why, time.time()
 
@@ -454,16 +454,16 @@ class Supervision:
         # because an answer takes time and memory of the rank.
         has_done = any(result.is_done for result in self._results.values())
         if has_done != self._had_done:
-            self._had_done, self._look_after_s = has_done, GRACE_S if has_done else 5 * GRACE_S
-            self._look_at = now + self._look_after_s
-        if now < self._look_at:
+            self._had_done, self._check_after_s = has_done, GRACE_S if has_done else 5 * GRACE_S
+            self._next_check_at = now + self._check_after_s
+        if now < self._next_check_at:
             return False
         before, limit_s = self._stranded, self.spec.settings.timeout_s
         self._stranded = find_stranded(
             self._ask_positions(self._results, with_groups=True), limit_s
         )
-        self._look_after_s = GRACE_S if self._stranded else 2 * self._look_after_s
-        self._look_at = time.monotonic() + self._look_after_s
+        self._check_after_s = GRACE_S if self._stranded else 2 * self._check_after_s
+        self._next_check_at = time.monotonic() + self._check_after_s
         if not self._stranded or self._stranded != before:
             return False
         for rank, (_, absent) in self._stranded.items():
@@ -520,7 +520,7 @@ class Supervision:
                     sys.stdout.write(f"[rank {rank}] {line}\n")
                 sys.stdout.flush()
 
-    def _read_unreported(self) -> None:
+    def _read_unreported_output(self) -> None:
         for rank, result in self._results.items():
             for stream in () if result.is_done else _STREAMS:
                 with (
@@ -534,7 +534,7 @@ class Supervision:
                     start = reported.get(stream, 0)
                     end = os.fstat(file.fileno()).st_size
                     if end > start:
-                        result.unreported[stream] = read_kept(file.fileno(), [(start, end)])
+                        result.unreported[stream] = read_log_parts(file.fileno(), [(start, end)])
 
 
 def _read_failure_message(phase: PhaseReport) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pytest
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.ranks.hangs.waiting import explain_mismatch, explain_waiting, list_stacks
+from pytest_fsdp_comm.ranks.hangs.waiting import explain_mismatch, explain_waiting, format_stacks
 from pytest_fsdp_comm.ranks.wire.results import Activity, Position, RankResult, Stopped
 from pytest_fsdp_comm.snapshots.failed_comparison import DIFFERS, EXPLAINS, HANGS_AT
 from pytest_fsdp_comm.text.rank_lists import (
@@ -112,7 +112,7 @@ def merge_reports(
     ranks = {rank: _load_reports(result, load) for rank, result in sorted(results.items())}
     subtests = _merge_subtests(ranks)
     raised = [
-        _describe_failure(rank, when, report)
+        _make_failure(rank, when, report)
         for rank, ran in ranks.items()
         for when, report in ran.phases.items()
         if report.failed
@@ -133,7 +133,7 @@ def merge_reports(
         failures = []
     # Collect the sections of all phases first: the sections of a phase can come from the report of
     # the previous phase, which `_set_sections_and_duration` changes.
-    sections = {when: _merge_output(ranks, when) for when in _PHASES}
+    sections = {when: _merge_output_sections(ranks, when) for when in _PHASES}
     merged: dict[When, pytest.TestReport] = {}
     for when in _PHASES:
         reports = [ran.phases[when] for ran in ranks.values() if when in ran.phases]
@@ -213,7 +213,7 @@ def _load_reports(result: RankResult, load: LoadReport) -> _Ran:
             path, line, reason = longrepr
             report.longrepr = (path, line, reason)
         if phase.is_subtest:
-            name = name_subtest(report, phase.report)
+            name = restore_and_name_subtest(report, phase.report)
             ran.subtests[name, counts[name]] = (ran.unfinished, report)
             counts[name] += 1
         elif report.when in _PHASES:
@@ -225,7 +225,7 @@ def _load_reports(result: RankResult, load: LoadReport) -> _Ran:
     return ran
 
 
-def name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
+def restore_and_name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
     """Return a string that identifies a subtest.
 
     Also restore the subtest's ``kwargs``: some versions of pytest replace each value with its repr
@@ -268,7 +268,7 @@ def _merge_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) ->
     reports = {rank: report for rank, (_, report) in on_ranks.items()}
     failures = sorted(
         [
-            _describe_failure(rank, when, report)
+            _make_failure(rank, when, report)
             for rank, (when, report) in on_ranks.items()
             if report.failed
         ],
@@ -285,7 +285,7 @@ def _merge_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) ->
         unfailed = {rank: outcomes[rank] for rank, report in reports.items() if not report.failed}
         lines += _describe_unfailed_ranks(unfailed, skipped="skipped this subtest")
         lines += prefix_texts_with_ranks(dict.fromkeys(others, "did not finish this subtest"))
-        report = _append_others(
+        report = _append_ranks(
             failures[0].report,
             _list_ranks_that_failed_alike(failures),
             "\n".join(lines),
@@ -301,7 +301,7 @@ def _merge_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) ->
     return _set_sections_and_duration(report, [*reports.values()], sections)
 
 
-def _describe_failure(rank: int, when: When, report: pytest.TestReport) -> _Failure:
+def _make_failure(rank: int, when: When, report: pytest.TestReport) -> _Failure:
     crash = getattr(report.longrepr, "reprcrash", None)
     # If a comparison failed, only one rank's crash message explains the diff. So prefer `DIFFERS`,
     # the first line of the failure, which is equal on all ranks that failed in the same way.
@@ -335,14 +335,14 @@ def _find_deaths(ranks: _Ranks) -> Iterable[_Failure]:
                 when=when,
                 at=result.ended_at or 0.0,
                 # Linux kills a large process with SIGKILL when memory runs out.
-                text=f"{_describe_end(result)} {during}{uncaught}"
+                text=f"{_describe_death(result)} {during}{uncaught}"
                 + (_OUT_OF_MEMORY if result.status == -signal.SIGKILL else ""),
                 # gloo aborts a rank that receives a message of an unexpected size from a peer.
                 is_echo="gloo::" in uncaught,
             )
 
 
-def _describe_end(result: RankResult) -> str:
+def _describe_death(result: RankResult) -> str:
     if result.escaped is not None:
         return f"left the test with {result.escaped}"
     status = result.status
@@ -364,7 +364,7 @@ def _describe_cpp_exception(result: RankResult) -> str:
 
 
 def _find_timeouts(ranks: _Ranks, limit: str) -> Iterable[_Failure]:
-    late = _list_stopped(ranks, Stopped.AT_DEADLINE)
+    late = _list_stopped_ranks(ranks, Stopped.AT_DEADLINE)
     if not late:
         return
     finished = [rank for rank in ranks if rank not in late]
@@ -377,7 +377,7 @@ def _find_timeouts(ranks: _Ranks, limit: str) -> Iterable[_Failure]:
         late, key=lambda rank: not (ranks[rank].result.waited_for or ranks[rank].result.is_starting)
     ):
         result = ranks[rank].result
-        absent = _describe_departures(ranks, result.waited_for)
+        absent = _describe_absent_ranks(ranks, result.waited_for)
         title = "had not finished."
         if result.is_starting:
             title = f"did not begin the test within {result.unfinished_s:.0f} s; "
@@ -409,22 +409,22 @@ def _describe_hang(ranks: _Ranks, running: Collection[int], finished: Sequence[i
         *_describe_unfailed_ranks(
             {rank: how for rank, how in outcomes.items() if how[0] != "passed"}
         ),
-        *_list_running_stacks(ranks, running, _IS_AT),
+        *_format_running_stacks(ranks, running, _IS_AT),
         *([f"{name_ranks(finished)} had finished."] if finished else []),
     ]
 
 
-def _list_running_stacks(
+def _format_running_stacks(
     ranks: _Ranks, running: Collection[int], titles: tuple[str, str]
 ) -> list[str]:
     """List the stacks of ranks that are importing or collecting, then those of the other ranks."""
     at = {rank: ranks[rank].result.position for rank in running}
     starting = [rank for rank, each in at.items() if each and each.activity is Activity.STARTS]
     begun = [rank for rank in running if rank not in starting]
-    return _list_stacks(ranks, starting, titles[1]) + _list_stacks(ranks, begun, titles[0])
+    return _format_stacks(ranks, starting, titles[1]) + _format_stacks(ranks, begun, titles[0])
 
 
-def _describe_departures(ranks: _Ranks, absent: Iterable[int]) -> str:
+def _describe_absent_ranks(ranks: _Ranks, absent: Iterable[int]) -> str:
     """Describe how ranks left the test: ``rank 1, which had already skipped the test``."""
     outcomes = {rank: ranks[rank].outcome for rank in absent}
     did = {
@@ -440,14 +440,14 @@ def _describe_departures(ranks: _Ranks, absent: Iterable[int]) -> str:
     return " and ".join(parts)
 
 
-def _list_stopped(ranks: _Ranks, why: Stopped) -> list[int]:
+def _list_stopped_ranks(ranks: _Ranks, why: Stopped) -> list[int]:
     return [rank for rank, ran in ranks.items() if ran.result.stopped is why]
 
 
-def _list_stacks(ranks: _Ranks, listed: Iterable[int], title: str) -> list[str]:
+def _format_stacks(ranks: _Ranks, listed: Iterable[int], title: str) -> list[str]:
     positions = {rank: ranks[rank].result.position for rank in listed}
     stacks = {rank: "\n".join(at.stack) if at else "" for rank, at in positions.items()}
-    return list_stacks(stacks, title)
+    return format_stacks(stacks, title)
 
 
 def _explain_waiting(ranks: _Ranks, *, blamed: Sequence[int]) -> list[str]:
@@ -472,22 +472,22 @@ def _make_failure_report(
         mismatch = explain_mismatch(at, {failure.rank for failure in failures if failure.is_echo})
     if first.report is not None and not mismatch:
         is_first = all(failure.report and failure.at >= first.at for failure in failures)
-        is_first &= len(failures) > 1 or bool(_list_stopped(ranks, Stopped.AFTER_FAILURE))
+        is_first &= len(failures) > 1 or bool(_list_stopped_ranks(ranks, Stopped.AFTER_FAILURE))
         count = len(ranks)
-        return _append_others(first.report, failing, others, rank_count=count, is_first=is_first)
+        return _append_ranks(first.report, failing, others, rank_count=count, is_first=is_first)
     text = first.text if first.report is None else f"failed: {first.text}"
     if len(failing) > 1 and text.startswith("was "):
         text = f"were {text.removeprefix('was ')}"
     raised = "" if first.report is None else str(first.report.longrepr)
     died = [rank for rank, ran in ranks.items() if ran.result.status and ran.result.position]
-    died_at = "\n".join(_list_stacks(ranks, died, _WAS_AT))
+    died_at = "\n".join(_format_stacks(ranks, died, _WAS_AT))
     lines = [mismatch, f"{name_ranks(failing)} {text}", others, died_at, raised]
-    report = _make_failed_report(item, first.when, "\n".join(filter(None, lines)))
+    report = _make_report_from_text(item, first.when, "\n".join(filter(None, lines)))
     vars(report)[HANGS_AT] = first.hangs_at
     return report
 
 
-def _append_others(
+def _append_ranks(
     report: pytest.TestReport,
     failing: Sequence[int],
     others: str,
@@ -520,12 +520,12 @@ def _describe_other_ranks(failures: Sequence[_Failure], ranks: _Ranks) -> str:
     first = failures[0]
     failed = {failure.rank for failure in failures}
     lines = _describe_other_failures(failures)
-    stopped = _list_stopped(ranks, Stopped.AFTER_FAILURE)
+    stopped = _list_stopped_ranks(ranks, Stopped.AFTER_FAILURE)
     at = {rank: ranks[rank].result.position or Position(site="") for rank in stopped}
     reporting = [rank for rank in stopped if at[rank].activity is Activity.REPORTS]
     running = [rank for rank in stopped if rank not in reporting]
-    lines += _list_running_stacks(ranks, running, _WAS_RUNNING)
-    lines += _list_stacks(ranks, reporting, _WAS_REPORTING)
+    lines += _format_running_stacks(ranks, running, _WAS_RUNNING)
+    lines += _format_stacks(ranks, reporting, _WAS_REPORTING)
     lines += _explain_waiting(ranks, blamed=[*failed]) if stopped else []
     if first.at < math.inf:
         lines += _describe_unfailed_ranks(
@@ -583,7 +583,7 @@ def _fail_if_outcomes_differ(
     if setup := merged.get("setup"):
         setup.outcome = "passed"
         setup.longrepr = None
-    failed = _make_failed_report(item, "call", _describe_disagreement(outcomes))
+    failed = _make_report_from_text(item, "call", _describe_disagreement(outcomes))
     merged["call"] = _set_sections_and_duration(failed, [*merged.values()], sections)
 
 
@@ -616,7 +616,7 @@ def _has_single_outcome(outcomes: Mapping[int, _Outcome]) -> bool:
     return len({kind for kind, _ in outcomes.values()}) <= 1
 
 
-def _merge_output(ranks: _Ranks, when: When) -> list[tuple[str, str]]:
+def _merge_output_sections(ranks: _Ranks, when: When) -> list[tuple[str, str]]:
     """Return the output sections of all ranks up to the end of a phase, without duplicates."""
     by_rank = {}
     before = _PHASES[max(_PHASES.index(when) - 1, 0)]
@@ -658,7 +658,7 @@ def _set_sections_and_duration(
     return report
 
 
-def _make_failed_report(item: pytest.Item, when: When, text: str) -> pytest.TestReport:
+def _make_report_from_text(item: pytest.Item, when: When, text: str) -> pytest.TestReport:
     return pytest.TestReport(
         nodeid=item.nodeid,
         location=item.location,

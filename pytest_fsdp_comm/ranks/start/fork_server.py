@@ -144,7 +144,7 @@ class _Server:
             readable, _, _ = select.select(ends, [], [])
             if self._wakeup in readable:
                 self._wakeup.recv(4096)
-                self._reap()
+                self._reap_ranks()
             if self._channel in readable:
                 request = self._channel.receive()
                 if request is None or self._channel.is_hung_up():
@@ -206,7 +206,7 @@ class _Server:
         finally:
             os._exit(1)
 
-    def _reap(self) -> None:
+    def _reap_ranks(self) -> None:
         pids = self._set.pids if self._set is not None else {}
         for rank, pid in list(pids.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
@@ -412,21 +412,21 @@ class ForkServer:
 
     @property
     def has_died(self) -> bool:
-        self._reap(0.0)
+        self._reap_server(0.0)
         return self._status is not None
 
     def close(self) -> int | None:
         self._channel.close()
         os.close(self._until_exit)
-        self._reap(_CLOSED_WITHIN_S)
+        self._reap_server(_CLOSED_WITHIN_S)
         # A server that is killed while it imports torch does not remove the directory. Remove it
         # before the kill, because xdist may interrupt this worker now (5 s after its session).
         ending.remove_directory(self._directory)
         self.kill()
-        self._reap(ending.HURRIED_S)
+        self._reap_server(ending.HURRIED_S)
         return self._status
 
-    def _reap(self, within_s: float) -> None:
+    def _reap_server(self, within_s: float) -> None:
         if self._status is None:
             self._status = ending.await_end(self._pid, within_s=within_s)
 

@@ -76,7 +76,7 @@ class HeldSlots:
     """Locked slots; the locks last until `release`, or until this process ends."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._descriptors = [_open(file) for file in files]
+        self._descriptors = [_open_lock_file(file) for file in files]
         for descriptor in self._descriptors:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
 
@@ -93,12 +93,12 @@ class HeldSlots:
         self._descriptors = []
 
 
-def _open(file: Path) -> int:
+def _open_lock_file(file: Path) -> int:
     return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def _is_free(file: Path) -> bool:
-    descriptor = _open(file)
+    descriptor = _open_lock_file(file)
     try:
         # Use a shared lock, so that two processes can check at the same time.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -21,7 +21,7 @@ import pytest
 
 from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE, RANK_VARIABLE, SPEC_VARIABLE
 from pytest_fsdp_comm.options import Start, join_paths
-from pytest_fsdp_comm.ranks.rank.gpus import is_driver_started, no_gpu_error, visible_gpus_variable
+from pytest_fsdp_comm.ranks.rank.gpus import get_gpu_error, is_driver_started, visible_gpus_variable
 from pytest_fsdp_comm.ranks.rank.processes import fork_quietly, redirect_output
 from pytest_fsdp_comm.ranks.start.fork_server import ForkServer, serve
 from pytest_fsdp_comm.ranks.wire.channel import Channel
@@ -42,7 +42,7 @@ _OPENMP_LIBRARY = re.compile(r"/\S*/lib[gi]?omp[^/\n]*$", re.MULTILINE)
 # - OpenMP: _end_openmp_threads ends its threads.
 # - OpenBLAS: it ends its threads before a fork, so _find_unsafe_native_threads forks a child once.
 # - jemalloc (part of pyarrow), and the pool of torch.set_num_threads (pthreadpool-cpp.cc in torch
-#   2.6 to 2.15): a forked child starts new threads. The pool's threads have no names, so we compare
+#   2.7 to 2.15): a forked child starts new threads. The pool's threads have no names, so we compare
 #   their number.
 # - NVML, which torch.cuda.device_count queries. Its thread has the same name as threads of CUDA
 #   (driver 580), so names do not reveal CUDA's threads; `_find_unsafe_torch_state` detects CUDA
@@ -72,7 +72,7 @@ def _find_unsafe_torch_state() -> str:
         return "CUDA was initialized during collection"
     # A started driver does not survive a fork. If it found no GPU, that does not matter, because
     # ranks cannot use CUDA anyway.
-    if is_driver_started(torch) and not no_gpu_error(torch):
+    if is_driver_started(torch) and not get_gpu_error(torch):
         return (
             "the CUDA driver was started during collection (torch.cuda.is_available() does that, "
             "unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is set in the environment)"
@@ -154,11 +154,11 @@ def _is_harmless(thread: threading.Thread) -> bool:
 def spawn_server(config: pytest.Config, directory: Path, terminal: tuple[int, ...]) -> ForkServer:
     """Start a process that spawns ranks; each rank gets this pytest process's arguments."""
     arguments, environment = arguments_of(config)
-    places = (str(directory), str(config.invocation_params.dir))
+    paths = (str(directory), str(config.invocation_params.dir))
 
     def start(_: Connection, theirs: Connection) -> int:
         process = subprocess.Popen(  # noqa: S603  # this module itself
-            [sys.executable, "-m", __name__, str(theirs.fileno()), *places, *arguments],
+            [sys.executable, "-m", __name__, str(theirs.fileno()), *paths, *arguments],
             stdin=subprocess.DEVNULL,
             env=environment,
             pass_fds=(theirs.fileno(), *terminal),
@@ -191,13 +191,13 @@ def main(descriptor: str, directory: str, *program: str) -> NoReturn:
     """Spawn ranks until pytest is gone; `program` is pytest's working directory and arguments."""
     serve(
         Channel.inherit(int(descriptor)),
-        lambda: partial(_become_rank, program),
+        lambda: partial(_exec_rank, program),
         Path(directory),
         preloaded=(),
     )
 
 
-def _become_rank(
+def _exec_rank(
     program: tuple[str, ...], spec: RankSetSpec, rank: int, descriptors: tuple[int, int]
 ) -> NoReturn:
     """Replace this process with a pytest process that runs `rank.main.run_spawned_rank`."""

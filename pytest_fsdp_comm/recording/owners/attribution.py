@@ -198,7 +198,7 @@ class BackwardMap:
             return Maker.NO_MODULE, False
         parameter = getattr(node, "variable", None)  # only an AccumulateGrad has one
         if parameter is not None:
-            module = self._module_of_parameter(parameter)
+            module = self._find_registering_module(parameter)
         else:
             run = bisect_right(self._ends, node._sequence_nr())
             maker = self._makers[run] if run < len(self._makers) else Maker.NO_MODULE
@@ -208,7 +208,7 @@ class BackwardMap:
         # Compare with None: bool() of a module may be its length, or raise.
         return Maker.NO_MODULE if module is None else module, parameter is not None
 
-    def _module_of_parameter(self, parameter: torch.Tensor) -> nn.Module | None:
+    def _find_registering_module(self, parameter: torch.Tensor) -> nn.Module | None:
         if id(parameter) not in self._registering:
             self._map_parameters_to_holders()
         if id(parameter) not in self._registering:
@@ -239,7 +239,7 @@ def find_leaf_ids(outputs: Iterable[Any], inputs: Collection[object]) -> set[int
 def find_graph_nodes(outputs: Iterable[Any]) -> set[Any]:
     """Return the autograd nodes that a backward from `outputs` runs."""
     # This is fast: it takes a few hundred nanoseconds per node, for a few thousand nodes.
-    pending = list_roots(outputs)
+    pending = list_output_nodes(outputs)
     nodes = {*pending}
     while pending:
         for node, _ in pending.pop().next_functions:
@@ -249,7 +249,7 @@ def find_graph_nodes(outputs: Iterable[Any]) -> set[Any]:
     return nodes
 
 
-def list_roots(outputs: Iterable[Any]) -> list[Any]:
+def list_output_nodes(outputs: Iterable[Any]) -> list[Any]:
     """Return the autograd nodes of tensors or gradient edges; leave out tensors without a node."""
     roots = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in outputs]
     return [root for root in roots if root is not None]
@@ -298,7 +298,7 @@ def attribute(
             running = (maker,)
     owner, source = units.owner, Source.FSDP
     if not owner:
-        owner, source = running, _decide_source(scan, namespace, in_backward=in_backward)
+        owner, source = running, _classify_issuing_code(scan, namespace, in_backward=in_backward)
     return Attribution(
         owner=owner,
         issued_in=running,
@@ -312,7 +312,7 @@ def attribute(
     )
 
 
-def attribute_on_thread(scan: StackScan, namespace: str) -> Attribution:
+def attribute_on_other_thread(scan: StackScan, namespace: str) -> Attribution:
     """Attribute the current event on a thread that did not enter the recording."""
     # The owner is unknown, because the recording's units and nodes belong to another thread.
     return Attribution(
@@ -321,7 +321,7 @@ def attribute_on_thread(scan: StackScan, namespace: str) -> Attribution:
         phase=_decide_phase(
             scan.innermost, in_step=scan.is_in_optimizer, in_backward=scan.is_in_engine
         ),
-        source=_decide_source(scan, namespace, in_backward=scan.is_in_engine),
+        source=_classify_issuing_code(scan, namespace, in_backward=scan.is_in_engine),
         is_from_hook=scan.is_from_ddp,
     )
 
@@ -334,7 +334,7 @@ def _decide_phase(innermost: nn.Module | None, *, in_step: bool, in_backward: bo
     return Phase.OUTSIDE if innermost is None else Phase.FORWARD
 
 
-def _decide_source(scan: StackScan, namespace: str, *, in_backward: bool) -> Source:
+def _classify_issuing_code(scan: StackScan, namespace: str, *, in_backward: bool) -> Source:
     if scan.is_from_dtensor:
         return Source.DTENSOR
     if scan.is_object:

@@ -76,7 +76,7 @@ class Prefetches:
             self._slot += 1
             self._user = (phase, user)
 
-    def begin(self) -> Gather:
+    def begin_gather(self) -> Gather:
         return Gather(self._slot)
 
     def note_gather(self, unit: object, gather: Gather) -> None:
@@ -238,14 +238,14 @@ class UnitWatch:
         self._unsharded_nbytes.clear()
         self._meshes.clear()
 
-    def _watch_state_pre_backward(self, state: Any, _: Arguments) -> Iterator[ActingUnit]:
+    def _run_around_state_pre_backward(self, state: Any, _: Arguments) -> Iterator[ActingUnit]:
         yield ActingUnit(tuple(state._modules), serves=False, is_in_backward=True)
 
-    def _watch_pre_backward(self, group: object, _: Arguments) -> Iterator[ActingUnit]:
+    def _run_around_pre_backward(self, group: object, _: Arguments) -> Iterator[ActingUnit]:
         self._open_slot_of_group(_look_up_training_states(_FSDP2_STATES)[1], group)
         yield self._make_acting_backward_unit(group, serves=False)
 
-    def _watch_post_backward(self, group: object, _: Arguments) -> Iterator[ActingUnit]:
+    def _run_around_post_backward(self, group: object, _: Arguments) -> Iterator[ActingUnit]:
         acting = self._make_acting_backward_unit(group, serves=True)
         acting.reduced = _list_reduced_unless_all(group)
         yield acting
@@ -255,7 +255,7 @@ class UnitWatch:
             self._groups.learn_mesh(group.mesh_info.mesh)
         return ActingUnit(tuple(group.modules), serves=serves, is_in_backward=True)
 
-    def _watch_pre_forward(self, group: object, _: Arguments) -> Iterator[None]:
+    def _run_around_pre_forward(self, group: object, _: Arguments) -> Iterator[None]:
         self._open_slot_of_group(_look_up_training_states(_FSDP2_STATES)[0], group)
         yield
 
@@ -265,7 +265,7 @@ class UnitWatch:
         if group._training_state != state:
             self._prefetches.open_slot(state, group.modules)
 
-    def _unshard(self, group: Any, _: Arguments) -> Iterator[ActingUnit | None]:
+    def _run_around_unshard(self, group: Any, _: Arguments) -> Iterator[ActingUnit | None]:
         # A prefetched unit calls unshard again when it is used; this second call gathers nothing.
         prefetched = group._all_gather_result
         if prefetched is not None:
@@ -276,7 +276,7 @@ class UnitWatch:
             self._meshes[group] = after
             self._groups.learn_mesh_of_unit(group)
             self._memory.track_unit(group, self._gathered_nbytes_of_group)
-        modules, gather = tuple(group.modules), self._prefetches.begin()
+        modules, gather = tuple(group.modules), self._prefetches.begin_gather()
         yield ActingUnit(modules, gather=gather)
         result = group._all_gather_result
         # FSDP2 sets the result only if it issued a gather.
@@ -289,14 +289,14 @@ class UnitWatch:
             self._memory.set_gathered_nbytes(group, nbytes)
             self._on_reshard("unshard", modules, nbytes, 0.0)
 
-    def _watch_wait_for_unshard(self, group: Any, _: Arguments) -> Iterator[None]:
+    def _run_around_wait_for_unshard(self, group: Any, _: Arguments) -> Iterator[None]:
         # In any other state, user code waits for the gather but does not use the unit yet.
         if group._training_state in _look_up_training_states(_FSDP2_STATES):
             self._prefetches.note_use(group)
         yield
 
-    def _watch_free(self, group: object, _: Arguments) -> Iterator[None]:
-        if group not in self._meshes:  # otherwise `_unshard` has already done this
+    def _run_around_free(self, group: object, _: Arguments) -> Iterator[None]:
+        if group not in self._meshes:  # otherwise `_run_around_unshard` has already done this
             self._memory.track_unit(group, self._gathered_nbytes_of_group)
         yield
         self._memory.set_gathered_nbytes(group, self._gathered_nbytes_of_group(group))
@@ -305,7 +305,7 @@ class UnitWatch:
         if not self._nbytes_held_for_use(group):
             self._prefetches.note_free(group)
 
-    def _watch_reshard(self, group: Any, _: Arguments) -> Iterator[ActingUnit]:
+    def _run_around_reshard(self, group: Any, _: Arguments) -> Iterator[ActingUnit]:
         state, started = group._sharded_state, time.perf_counter()
         modules = tuple(group.modules)
         yield ActingUnit(modules)
@@ -313,16 +313,16 @@ class UnitWatch:
             seconds = time.perf_counter() - started
             self._on_reshard("reshard", modules, self._unsharded_nbytes_of_group(group), seconds)
 
-    def _watch_handle_all_gather(self, handle: Any, args: Arguments) -> Iterator[ActingUnit]:
+    def _run_around_handle_all_gather(self, handle: Any, args: Arguments) -> Iterator[ActingUnit]:
         self._memory.track_unit(handle, lambda _: 0)
-        modules, gather = (handle._fully_sharded_module,), self._prefetches.begin()
+        modules, gather = (handle._fully_sharded_module,), self._prefetches.begin_gather()
         yield ActingUnit(modules, gather=gather)
         nbytes = _unsharded_nbytes_of_handle(handle, args[0])
         self._prefetches.note_gather(handle, gather)
         self._memory.set_gathered_nbytes(handle, nbytes)
         self._on_reshard("unshard", modules, nbytes, 0.0)
 
-    def _watch_handle_reshard(self, handle: Any, args: Arguments) -> Iterator[ActingUnit]:
+    def _run_around_handle_reshard(self, handle: Any, args: Arguments) -> Iterator[ActingUnit]:
         nbytes, modules = _gathered_nbytes_of_handle(handle), (handle._fully_sharded_module,)
         self._memory.track_unit(handle, lambda _: nbytes)
         frees = args[0] and handle.uses_sharded_strategy and not handle.needs_unshard()
@@ -333,19 +333,19 @@ class UnitWatch:
             self._memory.set_gathered_nbytes(handle, 0)
             self._on_reshard("reshard", modules, nbytes, seconds)
 
-    def _watch_handle_unshard_grad(self, handle: Any, _: Arguments) -> Iterator[ActingUnit]:
+    def _run_around_handle_unshard_grad(self, handle: Any, _: Arguments) -> Iterator[ActingUnit]:
         yield ActingUnit((handle._fully_sharded_module,))
 
-    def _watch_handle_reduce_grad(self, _: object, args: Arguments) -> Iterator[ActingUnit]:
-        return self._watch_handle_unshard_grad(args[0], ())
+    def _run_around_handle_reduce_grad(self, _: object, args: Arguments) -> Iterator[ActingUnit]:
+        return self._run_around_handle_unshard_grad(args[0], ())
 
-    def _watch_handle_unshard(self, _: object, args: Arguments) -> Iterator[None]:
+    def _run_around_handle_unshard(self, _: object, args: Arguments) -> Iterator[None]:
         # If another unit is acting, it is prefetching this unit, which is not in use yet.
         if not self.acting:
             self._open_slot_of_handle(args[0])
         yield
 
-    def _prefetch_handle(self, _: object, args: Arguments) -> Iterator[ActingUnit]:
+    def _run_around_prefetch_handle(self, _: object, args: Arguments) -> Iterator[ActingUnit]:
         handle = args[0]
         # FSDP1 calls this whenever it uses a gathered unit, to prefetch the next unit.
         if self._open_slot_of_handle(handle):
@@ -361,7 +361,7 @@ class UnitWatch:
         return True
 
 
-def watched_methods() -> Iterator[tuple[object, str, Around]]:
+def list_watched_methods() -> Iterator[tuple[object, str, Around]]:
     """Yield each FSDP method to wrap: its class or module, its name and its `UnitWatch` wrapper."""
     for holder, name, around in [*_list_fsdp2_methods(), *_list_fsdp1_methods()]:
         if name not in vars(holder):
@@ -371,7 +371,7 @@ def watched_methods() -> Iterator[tuple[object, str, Around]]:
         yield holder, name, around
 
 
-def replaced_methods(groups: Iterable[object]) -> set[str]:
+def find_replaced_methods(groups: Iterable[object]) -> set[str]:
     """Return the names of watched methods that a library has replaced on FSDP2 units."""
     watched = {name for _, name, *_ in _list_fsdp2_methods()}
     return {
@@ -388,18 +388,18 @@ def _list_fsdp2_methods() -> list[tuple[Any, str, Around]]:
     group = upstream.look_up(f"{package}._fsdp_param_group", "FSDPParamGroup")
     return [
         # Wrap the state's method: it issues explicit prefetches after the group's `pre_backward`.
-        (state, "_pre_backward", UnitWatch._watch_state_pre_backward),
-        (group, "pre_forward", UnitWatch._watch_pre_forward),
-        (group, "unshard", UnitWatch._unshard),
-        (group, "wait_for_unshard", UnitWatch._watch_wait_for_unshard),
-        (group, "reshard", UnitWatch._watch_reshard),
-        (group, "pre_backward", UnitWatch._watch_pre_backward),
-        (group, "post_backward", UnitWatch._watch_post_backward),
+        (state, "_pre_backward", UnitWatch._run_around_state_pre_backward),
+        (group, "pre_forward", UnitWatch._run_around_pre_forward),
+        (group, "unshard", UnitWatch._run_around_unshard),
+        (group, "wait_for_unshard", UnitWatch._run_around_wait_for_unshard),
+        (group, "reshard", UnitWatch._run_around_reshard),
+        (group, "pre_backward", UnitWatch._run_around_pre_backward),
+        (group, "post_backward", UnitWatch._run_around_post_backward),
         # `reshard` calls these two methods, but so do state-dict hooks.
-        (group, "_to_sharded", UnitWatch._watch_free),
-        (group, "_to_sharded_post_forward", UnitWatch._watch_free),
+        (group, "_to_sharded", UnitWatch._run_around_free),
+        (group, "_to_sharded_post_forward", UnitWatch._run_around_free),
         # This method frees units that backward prefetched but never used.
-        (group, "finalize_backward", UnitWatch._watch_free),
+        (group, "finalize_backward", UnitWatch._run_around_free),
     ]
 
 
@@ -409,14 +409,14 @@ def _list_fsdp1_methods() -> list[tuple[object, str, Around]]:
         return []
     handle = sys.modules["torch.distributed.fsdp._flat_param"].FlatParamHandle
     return [
-        (handle, "_all_gather_flat_param", UnitWatch._watch_handle_all_gather),
-        (handle, "unshard_grad", UnitWatch._watch_handle_unshard_grad),
-        (handle, "reshard", UnitWatch._watch_handle_reshard),
-        (runtime, "_reduce_grad", UnitWatch._watch_handle_reduce_grad),
-        (runtime, "_reduce_grad_no_shard", UnitWatch._watch_handle_reduce_grad),
+        (handle, "_all_gather_flat_param", UnitWatch._run_around_handle_all_gather),
+        (handle, "unshard_grad", UnitWatch._run_around_handle_unshard_grad),
+        (handle, "reshard", UnitWatch._run_around_handle_reshard),
+        (runtime, "_reduce_grad", UnitWatch._run_around_handle_reduce_grad),
+        (runtime, "_reduce_grad_no_shard", UnitWatch._run_around_handle_reduce_grad),
         # Do not wrap _pre_backward_hook: graphs created before the block call the original.
-        (runtime, "_unshard", UnitWatch._watch_handle_unshard),
-        (runtime, "_prefetch_handle", UnitWatch._prefetch_handle),
+        (runtime, "_unshard", UnitWatch._run_around_handle_unshard),
+        (runtime, "_prefetch_handle", UnitWatch._run_around_prefetch_handle),
     ]
 
 

@@ -117,26 +117,26 @@ def read_model_parts(model: object, *, given_to: str, otherwise: str = "") -> li
         raise RecordingError(
             f"{given_to}([]) got an empty list; pass the modules that this rank runs{otherwise}"
         )
-    for place, part in enumerate(parts):
-        others = (*parts[:place], *parts[place + 1 :])
+    for index, part in enumerate(parts):
+        others = (*parts[:index], *parts[index + 1 :])
         if any(part is module for other in others for module in other.modules()):
             raise RecordingError(
                 f"{given_to}([...]) expects parts of one model that do not overlap, but one of "
                 f"them, a {printable(type(part).__name__)}, is passed twice or lies within another;"
                 " leave it out"
             )
-    common = _common_parameter(parts) if len(parts) > 1 else None
-    if common is not None:
+    duplicate = _find_duplicate_fqn(parts) if len(parts) > 1 else None
+    if duplicate is not None:
         raise RecordingError(
             f"{given_to}([...]) expects parts of one model without common parameter names, but two "
-            f"of them have a parameter named {escape(common)}; pass several models as "
+            f"of them have a parameter named {escape(duplicate)}; pass several models as "
             f'{given_to}(torch.nn.ModuleDict({{"actor": actor, "critic": critic}})), which '
             "prefixes their names"
         )
     return parts
 
 
-def _common_parameter(parts: Iterable[nn.Module]) -> str | None:
+def _find_duplicate_fqn(parts: Iterable[nn.Module]) -> str | None:
     earlier: set[str] = set()
     for part in parts:
         named = [*part.named_modules()]
@@ -156,10 +156,10 @@ def _strip_wrappers(named: Sequence[tuple[str, nn.Module]]) -> list[str]:
     # DDP's segment is "module", a name that users may also choose, so check the types.
     wrappers = [name for name, module in named if isinstance(module, DistributedDataParallel)]
     ddp = [f"{name}.module" if name else "module" for name in wrappers]
-    return [clean_fqn(_strip_ddp(name, ddp)) for name, _ in named]
+    return [clean_fqn(_strip_ddp_segments(name, ddp)) for name, _ in named]
 
 
-def _strip_ddp(name: str, ddp: Sequence[str]) -> str:
+def _strip_ddp_segments(name: str, ddp: Sequence[str]) -> str:
     for wrapped in reversed(ddp):
         if name == wrapped or name.startswith(wrapped + "."):
             outer = wrapped.removesuffix("module").removesuffix(".")

@@ -127,8 +127,7 @@ def _registered_forward_code() -> CodeType:
 @functools.cache
 def _clipping_codes() -> list[CodeType]:
     """Return the code of torch's functions that clip gradients."""
-    # Look up the public names, which have existed since torch 2.6. The definitions have private
-    # names: torch.nn.utils.get_total_norm is clip_grad._get_total_norm.
+    # Look up public names: the functions themselves have private ones, such as _get_total_norm.
     names = ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm")
     codes = [code_of("torch.nn.utils", name) for name in names]
     return [*codes, code_of("torch.distributed.fsdp", "FullyShardedDataParallel.clip_grad_norm_")]
@@ -212,8 +211,8 @@ class StackScan:
 def scan_stack() -> StackScan:
     """Scan the stack, from the calling function outwards."""
     scan, get_kind = StackScan(), code_kinds.get
-    below = sys._getframe(1)
-    frame: FrameType | None = below
+    previous = sys._getframe(1)
+    frame: FrameType | None = previous
     entry: FrameType | None = None
     has_reason = False
     while frame is not None:
@@ -229,7 +228,7 @@ def scan_stack() -> StackScan:
                     scan.innermost = module
             has_reason = has_reason or scan.innermost is not None
         elif kind == "engine":
-            entry = entry or below
+            entry = entry or previous
             scan.is_in_engine = has_reason = True
         elif kind != "skipped":
             scan.is_from_cpp &= entry is not None
@@ -237,9 +236,9 @@ def scan_stack() -> StackScan:
             if kind != "dtensor" or not (has_reason or scan.is_from_dtensor):
                 scan.add_frame(kind, frame)
         if kind != "skipped":  # a simulated DDP runs in frames of this package
-            below = frame
+            previous = frame
         frame = frame.f_back
-    scan.is_from_ddp = scan.is_from_ddp or _is_ddp_hook_frame(entry or below)
+    scan.is_from_ddp = scan.is_from_ddp or _is_ddp_hook_frame(entry or previous)
     return scan
 
 

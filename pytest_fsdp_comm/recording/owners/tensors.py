@@ -127,8 +127,8 @@ class TensorOwners:
         if operation.kind == "all_gather" and dtensor is None:
             # Other ranks may send shards of different parameters than this rank, so look at the
             # whole output, not only at this rank's shard.
-            places = _list_extents(bound.get(operation.received))
-            label = merge_labels([self._label_at(at, whole=False) for at in places]) or label
+            extents = _list_extents(bound.get(operation.received))
+            label = merge_labels([self._find_label(e, whole=False) for e in extents]) or label
         return Carried(label)
 
     def follow(self, operation: Operation, call: Attribution, received: Iterable[Any]) -> None:
@@ -140,14 +140,14 @@ class TensorOwners:
         for tensor in received:
             extent = extent_of(tensor)
             if extent is not None:
-                reference, version = weak_storage(tensor), _version(tensor)
+                reference, version = make_storage_ref(tensor), _version(tensor)
                 carried = unproven
                 earlier = self._results.setdefault(extent.storage, [])
-                for at, result in enumerate(earlier):
+                for index, result in enumerate(earlier):
                     if result.version != version and _has_overlap(result.extent, extent):
                         # Both calls used this bucket, so a match would not show which one to label.
                         carried = Carried()
-                        earlier[at] = result._replace(carried=carried)
+                        earlier[index] = result._replace(carried=carried)
                 reduces = operation.kind in REDUCING
                 self._has_new_results = True
                 earlier.append(_Result(carried, reduces, reference, extent, version))
@@ -156,19 +156,19 @@ class TensorOwners:
         """Build the table again when a look-up fails; pipelines reduce after backward, too."""
         self._has_new_gradients = True
 
-    def settle_new(self) -> None:
-        """Call `settle` if results were added since the last call."""
+    def attribute_new_results(self) -> None:
+        """Call `attribute_results` if results were added since the last call."""
         if self._has_new_results:
-            self.settle()
+            self.attribute_results()
 
-    def settle(self) -> None:
+    def attribute_results(self) -> None:
         """Attribute each result whose storage a parameter or gradient of the model now uses."""
         results = chain(*self._results.values())
         live = [result for result in results if not result.storage.expired()]
         if live:
             self._rebuild_label_table()
         for result in live:
-            label = self._label_at(result.extent, whole=False)
+            label = self._find_label(result.extent, whole=False)
             # Accept gradients only from reductions, and parameters only from other collectives: any
             # other match means that the storage was reused.
             if label is not None and result.reduces is (label.role is Role.GRADIENTS):
@@ -190,7 +190,7 @@ class TensorOwners:
         extents = [extent_of(tensor) for tensor in sent]
         running, runs_modules = attribution.issued_in, attribution.phase in _RUNS_MODULES
         if runs_modules:
-            self.settle_new()  # before the next backward replaces the gradients
+            self.attribute_new_results()  # before the next backward replaces the gradients
             # Add parameters that the running module has registered since the table was built.
             for parameter in chain(*map(direct_parameters, running)):
                 if id(parameter) not in self._parameters:
@@ -198,7 +198,7 @@ class TensorOwners:
                     self._add_to_label_table(parameter, Role.PARAMETERS)
         if self._table_roots != [*map(id, self._roots)]:
             self._rebuild_label_table()
-        label = self._label_at_all(extents)
+        label = self._find_common_label(extents)
         if label is None and runs_modules and _can_be_parameter_copy(dtensor, running):
             return Label(parameter=None, role=None)
         if label is None and attribution.phase in _HAS_ALL:
@@ -207,27 +207,27 @@ class TensorOwners:
             # the number of parameters, so wait for many misses.
             if self._has_new_gradients or 4 * self._misses >= len(self._parameters):
                 self._rebuild_label_table()
-                label = self._label_at_all(extents)
+                label = self._find_common_label(extents)
         return label
 
-    def _label_at_all(self, extents: Sequence[Extent | None]) -> Label | None:
+    def _find_common_label(self, extents: Sequence[Extent | None]) -> Label | None:
         return merge_labels(
-            [None if extent is None else self._label_at(extent) for extent in extents]
+            [None if extent is None else self._find_label(extent) for extent in extents]
         )
 
-    def _label_at(self, extent: Extent, *, whole: bool = True) -> Label | None:
+    def _find_label(self, extent: Extent, *, whole: bool = True) -> Label | None:
         """Return the label at `extent`; if `whole`, an empty label unless one tensor covers it."""
         candidates = self._table.get(extent.storage)
         if candidates is None:
             return None
         labels, is_within = [], False
         for candidate in candidates:
-            places = _list_extents(_labelled_value_or_gradient(candidate))
-            places = [place for place in places if _has_overlap(place, extent)]
-            if places:
+            extents = _list_extents(_labelled_value_or_gradient(candidate))
+            extents = [other for other in extents if _has_overlap(other, extent)]
+            if extents:
                 labels.append(candidate)
-            for place in places:
-                is_within |= place.start <= extent.start and extent.end <= place.end
+            for other in extents:
+                is_within |= other.start <= extent.start and extent.end <= other.end
         label = merge_labels(labels)
         if label is None or is_within or not whole:
             return label
@@ -248,7 +248,7 @@ class TensorOwners:
     def _add_to_label_table(self, parameter: torch.Tensor, role: Role) -> None:
         label = Label(parameter=parameter, role=role)
         for tensor in _list_plain_tensors(_labelled_value_or_gradient(label)):
-            if _has_bytes(tensor):
+            if _has_strided_storage(tensor):
                 labels = self._table.setdefault(tensor.untyped_storage()._cdata, [])
                 # A DTensor may have several tensors in one storage.
                 if not labels or labels[-1] is not label:
@@ -276,7 +276,7 @@ def merge_labels(labels: Sequence[Label | None]) -> Label | None:
 
 def extent_of(tensor: Any) -> Extent | None:
     """Return the extent of a plain tensor; None if it is expanded or has no storage."""
-    if not _has_bytes(tensor):
+    if not _has_strided_storage(tensor):
         return None
     itemsize, numel = tensor.element_size(), tensor.numel()
     if numel and not tensor.is_contiguous():
@@ -288,12 +288,12 @@ def extent_of(tensor: Any) -> Extent | None:
     return Extent(tensor.untyped_storage()._cdata, start, start + numel * itemsize)
 
 
-def _has_bytes(tensor: torch.Tensor) -> bool:
+def _has_strided_storage(tensor: torch.Tensor) -> bool:
     # Opaque wrapper subclasses and functorch's tensors have no storage.
     return tensor.layout is torch.strided and torch._C._has_storage(tensor)
 
 
-def weak_storage(tensor: torch.Tensor) -> object:
+def make_storage_ref(tensor: torch.Tensor) -> object:
     """Return a weak reference to the storage: it can be freed, but its address stays reserved."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 

@@ -19,7 +19,7 @@ from pytest_fsdp_comm.reports.ci.outcomes import (
     summarize_group,
 )
 from pytest_fsdp_comm.reports.explanation import failure_sort_key, summarize_changes
-from pytest_fsdp_comm.text.words import cut, first_of, hide_amounts, shorten, show_count
+from pytest_fsdp_comm.text.words import cut_end, hide_amounts, shorten_line, show_count, take_first
 
 # Limits on the parts of a summary. If the summaries of a step exceed 1 MiB in total, GitHub drops
 # all of them.
@@ -55,7 +55,7 @@ def render_summary(outcomes: Outcomes, origin: Origin) -> str:
     if outcomes.failed:
         changes = outcomes.changes
         parts += ["| test | what differs | cost |\n| --- | --- | --- |\n"]
-        listed, more = first_of(changes, _MAX_ROWS)
+        listed, more = take_first(changes, _MAX_ROWS)
         parts += [_write_table_row(tests, origin) for tests in listed]
         parts += [f"| {more} more | | |\n\n" if more else "\n"]
         explained = [tests for tests in changes if tests[0].failure]
@@ -63,14 +63,14 @@ def render_summary(outcomes: Outcomes, origin: Origin) -> str:
         if outcomes.directory and can_accept:
             directory = f"<code>{_shorten_and_escape(outcomes.directory)}</code>"
             parts += [f"Run the commands in {directory}.\n\n"]
-        listed, more = first_of(explained, _MAX_DETAILS)
+        listed, more = take_first(explained, _MAX_DETAILS)
         parts += [_write_details_section(tests) for tests in listed]
         parts += [f"The explanations of {more} more changes are in the log.\n\n"] if more else []
         parts += _describe_artifacts(outcomes, origin, can_accept=can_accept)
     if outcomes.unused:
         files = show_count(len(outcomes.unused), "snapshot file")
         parts += [f"{files} unused; the log has the command that removes them:\n\n"]
-        paths, more = first_of(outcomes.unused, _MAX_UNUSED)
+        paths, more = take_first(outcomes.unused, _MAX_UNUSED)
         parts += [f"- <code>{_shorten_and_escape(path)}</code>\n" for path in paths]
         parts += [f"- {more} more\n\n" if more else "\n"]
     return "".join(parts)
@@ -118,7 +118,7 @@ def _describe_artifacts(outcomes: Outcomes, origin: Origin, *, can_accept: bool)
 
 def _write_table_row(tests: Sequence[FailedTest], origin: Origin) -> str:
     names = []
-    listed, more = first_of(tests, _MAX_NAMES)
+    listed, more = take_first(tests, _MAX_NAMES)
     for test in listed:
         # Let browsers break a long id, because an unbroken id would leave no room for the cost.
         name = f"<code>{_SEPARATOR.sub(BREAK, _shorten_and_escape(test.nodeid))}</code>"
@@ -141,9 +141,9 @@ def _write_details_section(tests: Sequence[FailedTest]) -> str:
     summary, names, lines = f"<code>{_shorten_and_escape(tests[0].nodeid)}</code>", "", first.lines
     if len(tests) > 1:
         summary = f"{len(tests)} tests: {_shorten_and_escape(summarize_group(first))}"
-        listed, more = first_of(tests, _MAX_DETAIL_NAMES)
+        listed, more = take_first(tests, _MAX_DETAIL_NAMES)
         nodeids = [*(test.nodeid for test in listed), *([f"and {more} more"] if more else [])]
-        names = f"{fence(cut(chr(10).join(nodeids), _MAX_DETAIL))}\n\n"
+        names = f"{fence(cut_end(chr(10).join(nodeids), _MAX_DETAIL))}\n\n"
         # Drop the first line, which names only the first test's snapshot.
         lines = tuple(line.removeprefix("  ") for line in first.lines[1:])
         names += f"{_AMOUNTS}:\n\n" if has_other_amounts(failures) else ""
@@ -155,12 +155,12 @@ def _write_details_section(tests: Sequence[FailedTest]) -> str:
     # GitHub only renders Markdown inside HTML after a blank line.
     return (
         f"<details><summary>{summary}</summary>\n\n"
-        f"{names}{fence(cut(chr(10).join(lines), _MAX_DETAIL))}{accept}\n\n</details>\n\n"
+        f"{names}{fence(cut_end(chr(10).join(lines), _MAX_DETAIL))}{accept}\n\n</details>\n\n"
     )
 
 
 def _shorten_and_escape(text: str) -> str:
-    return escape_text(shorten(text, _MAX_CELL))
+    return escape_text(shorten_line(text, _MAX_CELL))
 
 
 def escape_text(text: str) -> str:
@@ -212,8 +212,8 @@ def _write_annotation(location: FileLine, text: str, tests: Sequence[FailedTest]
     ]
     is_short = sum(map(len, accepts)) < _MAX_MESSAGE // 2
     lines = (text, f"fails {where}", *(accepts if is_short else ()))
-    message = cut("\n".join(lines), _MAX_MESSAGE)
-    title = shorten(text.partition("\n")[0], _MAX_TITLE)
+    message = cut_end("\n".join(lines), _MAX_MESSAGE)
+    title = shorten_line(text.partition("\n")[0], _MAX_TITLE)
     at = f"file={_escape_property(location.path)},line={location.line}"
     return f"::error {at},title={_escape_property(title)}::{_escape_message(message)}"
 

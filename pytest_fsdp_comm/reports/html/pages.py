@@ -43,7 +43,7 @@ from pytest_fsdp_comm.reports.trees import (
 )
 from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-from pytest_fsdp_comm.text.words import shorten, show_nbytes
+from pytest_fsdp_comm.text.words import shorten_line, show_nbytes
 from pytest_fsdp_comm.tree.model import ShardTree
 from pytest_fsdp_comm.tree.profile import TreeProfile
 
@@ -179,7 +179,7 @@ def _make_test_row(result: Result, sections: Sequence[dict[str, Any]]) -> _TestR
         failure=failure,
         # A badge shows the severity.
         changes=tuple(
-            shorten(line.removeprefix(BREAKS), _MAX_CELL) for line in lines[:_MAX_CHANGES]
+            shorten_line(line.removeprefix(BREAKS), _MAX_CELL) for line in lines[:_MAX_CHANGES]
         ),
         seconds=result.seconds,
         # A test that failed before its first call has not recorded a step of 0 bytes.

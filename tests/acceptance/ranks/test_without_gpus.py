@@ -7,9 +7,9 @@ without CUDA, the sessions have a stand-in, which does what such a build does (r
 
 import pytest
 
-from pytest_fsdp_comm.ranks.rank.gpus import visible_gpu_count
+from pytest_fsdp_comm.ranks.rank.gpus import count_visible_gpus
 
-pytestmark = pytest.mark.skipif(visible_gpu_count() > 0, reason="needs a machine without GPUs")
+pytestmark = pytest.mark.skipif(count_visible_gpus() > 0, reason="needs a machine without GPUs")
 
 STAND_IN = """
 import os

@@ -12,8 +12,8 @@ import torch
 from pytest_fsdp_comm.ranks.rank import gpus
 from pytest_fsdp_comm.ranks.rank.gpus import (
     blame_missing_gpu_in_errors,
-    no_gpu_error,
-    visible_gpu_count,
+    count_visible_gpus,
+    get_gpu_error,
 )
 from pytest_fsdp_comm.ranks.start import spawn
 from pytest_fsdp_comm.ranks.start.spawn import find_reason_not_to_fork
@@ -67,9 +67,9 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(spawn.threading, "enumerate", list)
     monkeypatch.setattr(spawn, "_count_and_name_native_threads", lambda: (0, set()))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    no_gpu_error.cache_clear()
+    get_gpu_error.cache_clear()
     yield machine
-    no_gpu_error.cache_clear()
+    get_gpu_error.cache_clear()
 
 
 @pytest.mark.usefixtures("machine")
@@ -101,7 +101,7 @@ def test_device_count_is_as_safe_as_nvml_is_there(machine, has_nvml, reason):
 @pytest.mark.parametrize("has_nvml", [True, False])
 def test_counting_never_starts_the_driver_here(machine, has_nvml):
     machine.has_nvml = has_nvml
-    assert visible_gpu_count() == 2
+    assert count_visible_gpus() == 2
     assert machine.started_in is None
     assert find_reason_not_to_fork() == ""
 
@@ -109,7 +109,7 @@ def test_counting_never_starts_the_driver_here(machine, has_nvml):
 def test_gpus_are_counted_where_the_driver_was_started(machine):
     machine.has_nvml = False
     assert torch.cuda.is_available()
-    assert visible_gpu_count() == 2
+    assert count_visible_gpus() == 2
 
 
 @pytest.mark.parametrize("has_nvml", [True, False])
@@ -179,6 +179,6 @@ def test_torch_has_the_names_that_the_stubs_replace():
 def test_without_private_name_errors_stay_torchs(machine, monkeypatch, holder, name):
     machine.gpus, machine.started_in = 0, 1
     monkeypatch.delattr(holder, name)
-    no_gpu_error.cache_clear()
+    get_gpu_error.cache_clear()
     blame_missing_gpu_in_errors()
     assert torch._C._cuda_init == machine.runtime_init

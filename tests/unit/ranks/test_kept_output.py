@@ -6,9 +6,9 @@ import pytest
 
 from pytest_fsdp_comm.ranks.rank.kept_output import (
     KEPT_NBYTES,
-    read_kept,
-    shorten,
-    shorten_texts,
+    cut_middle,
+    cut_middles,
+    read_log_parts,
 )
 
 MIB = 1 << 20
@@ -27,7 +27,7 @@ def file(tmp_path):
 
 def read(path, start=0):
     with path.open("rb") as opened:
-        return read_kept(opened.fileno(), [(start, path.stat().st_size)])
+        return read_log_parts(opened.fileno(), [(start, path.stat().st_size)])
 
 
 def test_a_text_that_is_not_long_is_kept_whole(file):
@@ -38,7 +38,7 @@ def test_a_text_that_is_not_long_is_kept_whole(file):
     assert read(path) == text
     assert read(path, len(text)) == ""
     assert read(path, len(text) - 8) == text[-8:]
-    assert shorten(text) == text
+    assert cut_middle(text) == text
 
 
 def test_of_a_long_text_both_ends_are_kept(file):
@@ -49,7 +49,7 @@ def test_of_a_long_text_both_ends_are_kept(file):
     told = f"\n[... {len(text) - 8 - 2 * KEPT_NBYTES:,} bytes left out: only the first and last "
     told += "256 KiB are kept, see docs/ranks.md of pytest-fsdp-comm ...]\n"
     assert kept == text[8:][:KEPT_NBYTES] + told + text[-KEPT_NBYTES:]
-    short = shorten(text[8:])
+    short = cut_middle(text[8:])
     assert short == kept.replace("bytes left", "characters left")
 
 
@@ -79,12 +79,12 @@ def test_parts_are_shortened_as_one_text(file, sizes, count):
         parts.append((start, start + size))
         whole += data
     with path.open("rb") as reading:
-        kept = read_kept(reading.fileno(), parts)
+        kept = read_log_parts(reading.fileno(), parts)
     assert left_out(kept) == ([] if count is None else [count])
     assert kept[:KEPT_NBYTES] == whole[:KEPT_NBYTES].decode()
     assert kept[-KEPT_NBYTES:] == whole[-KEPT_NBYTES:].decode()
     # The report of the phase holds it as it is.
-    assert shorten(kept) == kept
+    assert cut_middle(kept) == kept
 
 
 def test_undecodable_bytes_stay_bounded(file):
@@ -93,15 +93,15 @@ def test_undecodable_bytes_stay_bounded(file):
     kept = read(path)
     assert left_out(kept) == [f"{MIB - 2 * KEPT_NBYTES:,} bytes"]
     assert len(kept) < 2 * KEPT_NBYTES + 256
-    assert shorten(kept) == kept
+    assert cut_middle(kept) == kept
 
 
 def test_every_text_of_a_report_is_shortened_once():
     text = "x" * 50_000_000
     told = [f"{50_000_000 - 2 * KEPT_NBYTES:,} characters"]
-    assert left_out(shorten(text)) == told
-    assert shorten(shorten(text)) == shorten(text)
-    report = shorten_texts(
+    assert left_out(cut_middle(text)) == told
+    assert cut_middle(cut_middle(text)) == cut_middle(text)
+    report = cut_middles(
         {"reprcrash": {"message": text, "lineno": 3}, "chain": [({"lines": ["a", text]}, None)]}
     )
     assert left_out(report["reprcrash"]["message"]) == told
@@ -114,15 +114,15 @@ def test_every_text_of_a_report_is_shortened_once():
 
 def test_many_lines_are_one_text():
     lines = [f"E   {number}" for number in range(1_000_000)]
-    short = shorten_texts({"lines": lines})["lines"]
+    short = cut_middles({"lines": lines})["lines"]
     size = len("\n".join(lines)) - 2 * KEPT_NBYTES
     assert left_out("\n".join(short)) == [f"{size:,} characters"]
     assert (short[0], short[-1]) == (lines[0], lines[-1])
     native = ["Traceback:\n", *(f"{line}\n" for line in lines)]
-    short = "".join(shorten_texts({"lines": native})["lines"])
+    short = "".join(cut_middles({"lines": native})["lines"])
     assert left_out(short) == [f"{len(''.join(native)) - 2 * KEPT_NBYTES:,} characters"]
     assert short.startswith("Traceback:\nE   0\nE   1\n")
     assert short.endswith("\nE   999999\n")
     # An assertion's explanation of some hundred kB stays whole.
     few = lines[:50_000]
-    assert shorten_texts({"lines": few})["lines"] == few
+    assert cut_middles({"lines": few})["lines"] == few

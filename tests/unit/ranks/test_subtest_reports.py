@@ -8,7 +8,7 @@ import pytest
 
 from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.ranks.rank.plugin import capture_subtests, is_subtest
-from pytest_fsdp_comm.ranks.session.verdict import name_subtest
+from pytest_fsdp_comm.ranks.session.verdict import restore_and_name_subtest
 
 subtests_of_pytest = pytest.importorskip("_pytest.subtests", reason="pytest 9 has subtests")
 
@@ -36,13 +36,13 @@ def load(request, data):
 def test_a_report_keeps_its_name_and_arguments(request, data):
     report = load(request, data)
     assert is_subtest(report)
-    named = name_subtest(report, data)
+    named = restore_and_name_subtest(report, data)
     assert report.context.msg == "name"
     assert report._sub_test_description() == "[name] (i=(1, 2), s='x')"
     assert "name" in named
-    assert named == name_subtest(load(request, data), data)
+    assert named == restore_and_name_subtest(load(request, data), data)
     data["_subtest.context"]["kwargs"]["i"] = "(1, 3)"
-    assert named != name_subtest(load(request, data), data)
+    assert named != restore_and_name_subtest(load(request, data), data)
 
 
 def test_a_report_of_a_phase_is_not_a_subtest(request):
@@ -58,7 +58,7 @@ def test_a_moved_report_class_is_reported(request, data, missing):
     else:
         (data if missing in data else data["_subtest.context"]).pop(missing)
     with pytest.raises(UpstreamChangedError) as caught:
-        name_subtest(report, data)
+        restore_and_name_subtest(report, data)
     assert f"pytest {pytest.__version__} no longer has SubtestReport.context" in str(caught.value)
 
 

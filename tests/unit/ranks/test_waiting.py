@@ -8,7 +8,7 @@ from pytest_fsdp_comm.ranks.hangs.waiting import (
     explain_mismatch,
     explain_waiting,
     find_stranded,
-    list_stacks,
+    format_stacks,
 )
 from pytest_fsdp_comm.ranks.wire.results import Activity, GroupPosition, IssuedCollective, Position
 
@@ -245,7 +245,7 @@ def test_64_ranks_in_different_states_fit_on_a_screen():
     }
     found = explain_waiting(positions)
     stack = "\n".join(f"model.py:{{rank}} in f{n}" for n in range(5))
-    found += list_stacks(
+    found += format_stacks(
         {rank: stack.replace("{rank}", str(rank)) for rank in positions}, "{ranks} {is} at:"
     )
     assert 20 < len(found) <= 38

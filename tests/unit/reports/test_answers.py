@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pytest_fsdp_comm.comm.events import Collective, Phase, Source
 from pytest_fsdp_comm.comm.questions import Answer, Question
 from pytest_fsdp_comm.reports.assertions import explain_answer
-from pytest_fsdp_comm.text.fqn import expand, fold_fqns, matcher
+from pytest_fsdp_comm.text.fqn import expand, fold_fqns, make_matcher
 
 NUMBERED = st.lists(
     st.one_of(
@@ -56,7 +56,7 @@ LAYERS = tuple(collective(f"layers.{n}") for n in range(4))
 @given(st.sets(NUMBERED, min_size=1, max_size=12), NUMBERED)
 def test_owner_pattern_matches_all_its_names(fqns, other):
     for pattern in fold_fqns(fqns):
-        matches, meant = matcher(pattern), expand(pattern)
+        matches, meant = make_matcher(pattern), expand(pattern)
         # A star in a name also matches itself.
         assert all(map(matches, meant))
         assert matches(other) == (other in meant) or "*" in pattern
@@ -81,7 +81,7 @@ def test_owner_pattern_matches_all_its_names(fqns, other):
     ],
 )
 def test_matcher_matches_whole_names_only(pattern, yes, no):
-    assert [name for name in [*yes, *no] if matcher(pattern)(name)] == yes
+    assert [name for name in [*yes, *no] if make_matcher(pattern)(name)] == yes
 
 
 @pytest.mark.parametrize("pattern", ["a.{", "a.}", "a.{1..}", "a.{3..1}", r"\y"])
@@ -89,7 +89,7 @@ def test_what_is_no_pattern_is_refused_as_by_expand(pattern):
     with pytest.raises(ValueError) as by_expand:  # noqa: PT011  # the text is what is compared
         expand(pattern)
     with pytest.raises(ValueError, match=re.escape(str(by_expand.value))):
-        matcher(pattern)
+        make_matcher(pattern)
 
 
 def test_answer_is_int_and_arithmetic_gives_plain_int():

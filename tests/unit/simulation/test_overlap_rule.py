@@ -104,7 +104,7 @@ def run_at_random(seed):
         elif action in {"wait", "host"} and events:
             both.wait(stream if action == "wait" else None, draw.choice(events))
     timeline, graph = both.sides
-    return [({*timeline.beside(place)}, graph.beside(node)) for place, node in collectives]
+    return [({*timeline.work_beside(place)}, graph.beside(node)) for place, node in collectives]
 
 
 def test_rule_agrees_with_paths_in_a_graph():
@@ -126,7 +126,7 @@ def test_collective_on_its_own_stream_is_exposed(timeline):
     timeline.compute("main", "before")
     place = timeline.communicate("main", "dp")
     timeline.compute("main", "after")
-    assert [*timeline.beside(place)] == []
+    assert [*timeline.work_beside(place)] == []
 
 
 def test_side_stream_hides_between_its_waits(timeline):
@@ -137,7 +137,7 @@ def test_side_stream_hides_between_its_waits(timeline):
     timeline.compute("main", "second")
     timeline.wait("main", place.end)
     timeline.compute("main", "after")
-    assert [*timeline.beside(place)] == ["first", "second"]
+    assert [*timeline.work_beside(place)] == ["first", "second"]
 
 
 def test_host_wait_before_issue_exposes(timeline):
@@ -145,7 +145,7 @@ def test_host_wait_before_issue_exposes(timeline):
     timeline.wait_on_host(timeline.record("main"))
     place = timeline.communicate("side", "dp")
     timeline.wait("main", place.end)
-    assert [*timeline.beside(place)] == []
+    assert [*timeline.work_beside(place)] == []
 
 
 def test_host_wait_for_everything_orders_new_streams(timeline):
@@ -154,7 +154,7 @@ def test_host_wait_for_everything_orders_new_streams(timeline):
     timeline.wait_on_host(timeline.record_all())
     place = timeline.communicate("new", "dp")
     timeline.compute("main", "after")
-    assert [*timeline.beside(place)] == ["after"]
+    assert [*timeline.work_beside(place)] == ["after"]
 
 
 def test_one_communicator_runs_calls_in_order(timeline):
@@ -163,7 +163,7 @@ def test_one_communicator_runs_calls_in_order(timeline):
     second = timeline.communicate("third", "dp")
     timeline.wait("main", second.end)
     timeline.compute("main", "after")
-    assert [*timeline.beside(first)] == ["work"]
+    assert [*timeline.work_beside(first)] == ["work"]
     assert timeline.communicate("fourth", "tp").clock == {}
 
 
