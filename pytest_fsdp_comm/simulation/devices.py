@@ -5,7 +5,8 @@
 # results with the cuda device. Operations on marked tensors return marked tensors. To user code,
 # marked tensors are on cuda, and `torch.cuda` has an H100. To torch itself, all tensors are on the
 # CPU, so it communicates exactly as it does on the CPU. This module only has to patch calls that
-# fail before any operation is dispatched, and attributes that user code reads.
+# fail before any operation is dispatched, attributes that user code reads, and calls that
+# communicate differently on a GPU.
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from torch.distributed import utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, placement_types
 from torch.nn.modules import batchnorm
 from torch.nn.parallel import distributed
 
@@ -305,8 +306,23 @@ def _mesh_patches() -> Iterator[Replacement]:
         for tensor in (*parameters, *buffers) if _state.has_mesh else ():
             mark_with_device(tensor, _make_current_device())
 
+    def exchange_shards(  # noqa: PLR0913, PLR0917  # torch's signature
+        original: Callable[..., torch.Tensor],
+        tensor: torch.Tensor,
+        gather_dim: int,
+        shard_dim: int,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+    ) -> Any:
+        # On a CPU mesh, torch gathers all shards instead (checked in torch 2.7 to 2.15).
+        if marked_device(tensor) is None and not _state.has_mesh:
+            return original(tensor, gather_dim, shard_dim, mesh, mesh_dim)
+        exchange = torch.ops._dtensor.shard_dim_alltoall
+        return exchange(tensor, gather_dim, shard_dim, mesh.get_group(mesh_dim).group_name)
+
     yield wrap_attribute(DeviceMesh, "__init__", init)
     yield DeviceMesh, "device_type", property(read, write)
+    yield wrap_attribute(placement_types, "shard_dim_alltoall", exchange_shards)
     modules = [module for module in (_fsdp_init, _fully_shard) if hasattr(module, _MOVE)]
     if not modules:
         raise moved_error("torch", f"{_fsdp_init.__name__}.{_MOVE}", _USE)

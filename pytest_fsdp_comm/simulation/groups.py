@@ -137,7 +137,7 @@ def _compute_received(
         rows = zip(*parts, strict=True) if "inputs" in bound else parts
         return [value for row in rows for value in row]
     if kind in {"all_to_all", "scatter"}:
-        return [row[rank] for row in parts]
+        return _join_shards(bound, [row[rank] for row in parts])
     reduced = find_reduction(bound)
     if kind == "all_reduce" and reduced is not None:
         by_tensor = zip(*parts, strict=True)
@@ -176,7 +176,14 @@ def split_for_each_rank(
     """Split the input of an all-to-all into one part for each of the group's `size` ranks."""
     if len(sent) == size > 1:
         return sent
+    if "shard_dim" in bound:  # a DTensor changes the dimension that it shards
+        return sent[0].chunk(size, bound["shard_dim"])
     return torch.split(sent[0], bound.get("input_split_sizes") or len(sent[0]) // size)
+
+
+def _join_shards(bound: Mapping[str, Any], parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Join the parts that a DTensor receives as its new shard; return other parts as they are."""
+    return [torch.cat(parts, bound["gather_dim"])] if "gather_dim" in bound else parts
 
 
 def mirror_outputs(
@@ -207,13 +214,9 @@ def _make_mirrored_parts(
     rank, size = group.rank(), group.size()
     if kind in {"all_gather", "gather", "broadcast"}:
         return sent
-    if kind == "all_to_all" and "gather_dim" not in bound:
-        if len(sent) == size > 1:
-            return [sent[rank]]
+    if kind == "all_to_all":
         part = split_for_each_rank(bound, sent, size)[rank]
-        # If this rank receives parts of a different size, its peers cannot send the same values.
-        expected = {*(bound.get("output_split_sizes") or [len(part)])}
-        return [part.flatten().repeat(size)] if expected == {len(part)} else ()
+        return [part] if len(sent) == size > 1 else _mirror_exchange(bound, part, size)
     if kind not in {"all_reduce", "reduce_scatter"}:
         return ()
     reduced = find_reduction(bound)
@@ -224,6 +227,16 @@ def _make_mirrored_parts(
         is_list = len(sent) != num_outputs
         sent = [sent[rank]] if is_list else [value.flatten().chunk(size)[rank] for value in sent]
     return [value if reduced is None else reduced[1](value, size) for value in sent]
+
+
+def _mirror_exchange(
+    bound: Mapping[str, Any], part: torch.Tensor, size: int
+) -> Sequence[torch.Tensor]:
+    if "gather_dim" in bound:
+        return _join_shards(bound, [part] * size)
+    # If this rank receives parts of a different size, its peers cannot send the same values.
+    expected = {*(bound.get("output_split_sizes") or [len(part)])}
+    return [part.flatten().repeat(size)] if expected == {len(part)} else ()
 
 
 def _repeat_part_to_fit(output: torch.Tensor, part: torch.Tensor, size: int) -> torch.Tensor | None:

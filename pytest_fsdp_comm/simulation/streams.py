@@ -352,6 +352,11 @@ class StreamOrder:
             if is_barrier:
                 wait_on_host("barrier", position.end)
 
+    def wait_for_latest(self) -> None:
+        """Make the current stream wait for the latest collective."""
+        if self._latest is not None:
+            self.timeline.wait(current_stream(), self._latest.end)
+
     def track_functional_results(self, tensors: Iterable[torch.Tensor]) -> None:
         """Make the first operation that uses a functional collective's results wait for it."""
         for tensor in tensors if self._latest is not None else ():

@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from pytest_fsdp_comm.recording.frames import find_call_site
-from pytest_fsdp_comm.recording.kernels import set_compiler
+from pytest_fsdp_comm.recording.kernels import run_and_record, set_compiler
 from pytest_fsdp_comm.recording.operations import NAMESPACES, UNKNOWN, call_of, group_of, tensors_in
 from pytest_fsdp_comm.recording.owners.stack import running_modules
 from pytest_fsdp_comm.recording.patches import hide_package_from_compiler
@@ -95,6 +95,7 @@ _STATISTICS: Final = {"running_mean", "running_var"}
 _ASKS_FINITE: Final = {"isnan", "isinf", "isposinf", "isneginf"}
 _WAITING: Final = {"c10d", "_dtensor", "symm_mem"}
 """Namespaces whose operations return a `Work`, or wait for the result themselves."""
+_EXCHANGE_SHARDS: Final = torch.ops._dtensor.shard_dim_alltoall.default
 _MARK: Final = "_fsdp_comm_device"
 """Attribute of a storage that holds its simulated device; see Note [Cuda without CUDA]."""
 CPU: Final = torch.device("cpu")
@@ -312,12 +313,17 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         # torch may decompose this operation. `_is_composing` makes `__torch_dispatch__` pass the
         # inner operations straight to torch, because we handle only the outer operation.
         self._is_composing = isinstance(op.func, OpOverload)
+        run = functools.partial(self.dispatch, op.func, op.types, op.args, op.kwargs)
+        call = call_of(op.func) if op.func is _EXCHANGE_SHARDS else None
         try:
-            result = self.dispatch(op.func, op.types, op.args, op.kwargs)
+            # torch runs this operation's fake kernel without the recorder's kernel.
+            result = run() if call is None else run_and_record(call, op.args, dict(op.kwargs), run)
         finally:
             self._is_composing = False
         order = current_order()
         if order is not None and result is not NotImplemented:
+            if call is not None:  # the operation waits for its result (read in torch 2.7 to 2.15)
+                order.wait_for_latest()
             order.note_computation(op, result)
         return result
 

@@ -174,7 +174,7 @@ NOT_REMOVED = {
     # Operations, which torch.ops loads again.
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention"),
     *("_amp_foreach_non_finite_check_and_unscale_", "_ctc_loss", "_pack_padded_sequence"),
-    *("_local_scalar_dense", "_to_copy"),
+    *("_dtensor", "_local_scalar_dense", "_to_copy"),
 }
 OURS = {"self", "cls", "super()", "UnitWatch"}
 

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Shard, rand, randn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, rand, randn
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -633,3 +633,50 @@ def test_distribution_accepts_unknown_values():
     assert chosen.log_prob(choice).shape == (4,)
     with pytest.raises(SimulationError):
         choice.tolist()
+
+
+def local_shard(device):
+    mesh = init_device_mesh(device, (4, 4), mesh_dim_names=("dp", "tp"))["tp"]
+    return DTensor.from_local(torch.ones(2, 8, 64, device=device), mesh, [Shard(1)]), 2
+
+
+def uneven_shard_from_cpu(device):
+    mesh = init_device_mesh(device, (4, 4), mesh_dim_names=("dp", "tp"))["tp"]
+    return distribute_tensor(torch.ones(10, 6), mesh, [Shard(0)]), 1
+
+
+def parameter(device):
+    return fully_shard(nn.Linear(32, 16, bias=False).to(device)).weight, 1
+
+
+@simulated
+@pytest.mark.upstream
+@pytest.mark.parametrize(
+    ("device", "build", "sent", "shape"),
+    [
+        # A GPU sends its shard; a CPU gathers the shards of all ranks.
+        ("cuda", local_shard, ("all_to_all", 4 * 2 * 8 * 64), (2, 32, 16)),
+        ("cpu", local_shard, ("all_gather", 4 * 4 * 2 * 8 * 64), (2, 32, 16)),
+        # Rank 0 has 3 of 10 rows, whose 6 columns are padded to a multiple of 4.
+        ("cuda", uneven_shard_from_cpu, ("all_to_all", 4 * 3 * 8), (10, 2)),
+        # Rank 0 has 1 of 16 rows.
+        ("cuda", parameter, ("all_to_all", 4 * 32), (16, 2)),
+    ],
+)
+def test_new_shard_dim_sends_what_a_gpu_sends(comm_mode, device, build, sent, shape):
+    tensor, dim = build(device)
+    with comm_mode:
+        shard = tensor.requires_grad_().redistribute(placements=[Shard(dim)]).to_local()
+        shard.sum().backward()
+    events = comm_mode.recording.collectives[:2]  # before torch 2.13, some gradients are gathered
+    assert [(event.kind, event.nbytes, event.exposed) for event in events] == [(*sent, True)] * 2
+    assert shard.shape == shape
+
+
+@simulated
+def test_new_shard_dim_of_integers_keeps_values():
+    """Assume that each rank along the axis has the integers of this rank, the first one."""
+    mesh = init_device_mesh("cuda", (4, 4))
+    rows = torch.arange(4, device="cuda").view(1, 4)
+    local = DTensor.from_local(rows, mesh, [Shard(0), Shard(0)])
+    assert local.redistribute(placements=[Shard(0), Shard(1)]).to_local().tolist() == [[0]] * 4

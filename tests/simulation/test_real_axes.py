@@ -82,6 +82,8 @@ def test_objects_and_whole_numbers_arrive(device_mesh, dist_info):
     received = torch.empty_like(own)
     dist.all_to_all_single(received, own, group=group)
     assert received.tolist() == [[0, 1, 10, 11], [2, 3, 12, 13]][rank]
+    columns = torch.ops._dtensor.shard_dim_alltoall(own[None], 0, 1, group.group_name)
+    assert columns.tolist() == [[[0, 1], [10, 11]], [[2, 3], [12, 13]]][rank]
     base = torch.zeros(8, dtype=torch.int64)
     dist.all_gather([base[:4], base[4:]], own, group=group)
     assert base.tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
