@@ -413,17 +413,19 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
 
     def swap(self, first: torch.Tensor, second: torch.Tensor) -> None:
         """Swap two tensors, as torch does for `Module.to` and ``to_empty``."""
+        if (
+            isinstance(first, FakeTensor)
+            and isinstance(second, FakeTensor)
+            and first.fake_device == second.fake_device
+        ):
+            # Outside a simulation, torch sets the data, which keeps the attributes of a parameter
+            # and works if a graph saved it.
+            first.data = second
+            return
         # Drop torch's weak references to tensors that were created on meta, because tensors with
         # weak references cannot be swapped.
         self.fake_tensor_converter.meta_converter.tensor_memo.clear()
-        try:
-            _SWAP(first, second)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        except RuntimeError:
-            # torch cannot swap a tensor that a graph saved, for example a parameter of a weight
-            # norm. Outside a simulation, torch does not swap, but sets the data.
-            if not all(isinstance(each, FakeTensor) for each in (first, second)):
-                raise
-            first.data = second
+        _SWAP(first, second)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def _set_collective_results(self, op: OperatorCall, result: object) -> None:
         """Set the results of a collective if its inputs are known. See Note [Known values]."""

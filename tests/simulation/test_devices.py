@@ -3,6 +3,7 @@
 import os
 import sys
 import unittest
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -230,6 +231,32 @@ def to_cuda(module):
 
 
 @simulated
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_fsdp1_creates_units_from_meta(comm_mode, use_orig_params):
+    """To materialize the root, which has parameters, the function moves the units inside, too."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), *(nn.Sequential(nn.Linear(8, 8)) for _ in range(2)))
+    model = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+        use_orig_params=use_orig_params,
+        device_id=0,
+        param_init_fn=lambda module: module.to_empty(device="cuda"),
+    )
+    with comm_mode(model):
+        model(torch.ones(2, 8, device="cuda")).sum().backward()
+    # Each unit has 72 parameters, padded to a multiple of 16 ranks. The root stays gathered.
+    sent = [(event.kind, event.nbytes, str(event.phase)) for event in comm_mode.events]
+    assert {nbytes for _, nbytes, _ in sent} == {4 * 80}
+    assert Counter((kind, phase) for kind, _, phase in sent) == {
+        ("all_gather", "forward"): 3,
+        ("all_gather", "backward"): 2,
+        ("reduce_scatter", "backward"): 3,
+    }
+
+
+@simulated
 def test_tensors_stay_on_cuda():
     half = torch.randn(2, 4, device="cuda", dtype=torch.bfloat16)
     cpu, norm = torch.randn(2, 4), nn.RMSNorm(4, device="cuda", dtype=torch.bfloat16)
@@ -263,10 +290,12 @@ def test_tensors_stay_on_cuda():
 @pytest.mark.filterwarnings("ignore")  # weight_norm is deprecated, but scripts still use it
 def test_parameter_in_a_graph_moves_to_cuda():
     layer = nn.utils.weight_norm(nn.Linear(4, 4))
+    layer.bias.is_expert = True
     parameters = [*layer.parameters()]
     layer.cuda()
     assert [*map(id, layer.parameters())] == [*map(id, parameters)]
     assert all(parameter.is_cuda for parameter in parameters)
+    assert layer.bias.is_expert
     layer(torch.ones(2, 4, device="cuda")).sum().backward()
     assert layer.weight_v.grad.is_cuda
 
