@@ -85,6 +85,19 @@ def torchrun_variables(rank: int, size: int, local_size: int | None = None) -> d
     }
 
 
+def missing_torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return those of torchrun's variables that the ranks of a test do not have."""
+    if not {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= environment.keys():
+        return {}
+    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    # The last host may have fewer ranks than the others, so check for hosts of the default size.
+    is_default_host = simulated_variables(rank, size).items() <= environment.items()
+    local_size = None if is_default_host else int(environment["LOCAL_WORLD_SIZE"])
+    present = {*environment, "CUDA_VISIBLE_DEVICES"}
+    variables = torchrun_variables(rank, size, local_size)
+    return {name: value for name, value in variables.items() if name not in present}
+
+
 def is_spawned_rank() -> bool:
     """Return whether another pytest process started this one as a rank."""
     return SPEC_VARIABLE in os.environ

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from pytest_fsdp_comm.errors import RecordingError, UnseenCollectivesWarning
+from pytest_fsdp_comm.launch_environment import missing_torchrun_variables
 from pytest_fsdp_comm.recording.comm_mode import CommMode
 from pytest_fsdp_comm.recording.patches import patch_attributes, wrap_attribute
 from pytest_fsdp_comm.recording.script import (
@@ -163,6 +165,20 @@ def keep_existing_group() -> AbstractContextManager[None]:
     )
 
 
+@contextlib.contextmanager
+def add_torchrun_variables() -> Iterator[None]:
+    """Give a script the environment variables with which torchrun would start it."""
+    # Tests do not have these all the time: a pytest that a test starts would take them for those of
+    # a launcher, and a program that a test starts would connect to MASTER_ADDR.
+    variables = missing_torchrun_variables(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+
+
 def record_script(
     comm_mode: CommMode,
     script: str | Callable[[], object],
@@ -195,7 +211,12 @@ def record_script(
         raise ScriptEnded(0)
 
     recorder = StepRecorder(comm_mode, step, step, ended=end)
-    with keep_existing_group(), watch_optimizer_steps(recorder), contextlib.suppress(ScriptEnded):
+    with (
+        add_torchrun_variables(),
+        keep_existing_group(),
+        watch_optimizer_steps(recorder),
+        contextlib.suppress(ScriptEnded),
+    ):
         try:
             run_script(script, arguments, is_module=is_module)
         finally:

@@ -1,5 +1,6 @@
 """Where steps of a training script begin and end, shown by their collectives."""
 
+import os
 import sys
 from collections import OrderedDict
 from pathlib import Path
@@ -59,6 +60,39 @@ def test_step_begins_after_previous_optimizer_step(comm_mode):
     assert (torch.amp.GradScaler.step, nn.Module.eval) == (step, evaluate)
     with pytest.raises(RecordingError, match="expected steps from 3 on, such as 3 or 3-4, got 2"):
         record_script(comm_mode, train, step=2)
+
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT")
+
+
+@pytest.mark.parametrize(
+    ("size", "values"),
+    [
+        pytest.param(*case, marks=pytest.mark.distributed(case[0], **options))
+        for *case, options in (
+            (2, ["2", "2", "1", "29500"], {"backend": "gloo"}),
+            (64, ["64", "8", "8", "29500"], {"simulate": True}),
+        )
+    ],
+)
+def test_script_has_torchrun_variables(comm_mode, dist_info, size, values):
+    model = Net()
+    optimizer = SGD(model.parameters())
+    seen = []
+
+    def train():
+        seen.append([os.environ[name] for name in VARIABLES])
+        assert dist.is_torchelastic_launched()
+        dist.init_process_group()
+        assert dist.get_world_size() == size
+        for _ in range(3):
+            model.loss().backward()
+            optimizer.step()
+
+    before = dict(os.environ)
+    record_script(comm_mode, train)
+    assert seen == [[str(dist_info.rank), *values]]
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize("num_optimizers", [2, 3])

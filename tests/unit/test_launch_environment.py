@@ -5,8 +5,10 @@ import pytest
 from pytest_fsdp_comm.launch_environment import (
     INSIDE_VARIABLE,
     explain_separate_processes,
+    missing_torchrun_variables,
     read_launched_rank,
     simulated_variables,
+    torchrun_variables,
 )
 
 MASTER = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
@@ -68,6 +70,24 @@ def test_simulated_variables_describe_a_host(rank, size, local_size, *, local_ra
         "LOCAL_WORLD_SIZE": str(host_size),
         "CUDA_VISIBLE_DEVICES": "",
     }
+
+
+@pytest.mark.parametrize(("rank", "local_size"), [(0, None), (17, None), (0, 4), (13, 4)])
+def test_missing_torchrun_variables_complete_a_rank(rank, local_size):
+    environment = simulated_variables(rank, 20, local_size)
+    missing = missing_torchrun_variables(environment)
+    assert missing.keys().isdisjoint(environment)
+    assert environment | missing == torchrun_variables(rank, 20, local_size)
+    assert missing_torchrun_variables(environment | missing) == {}
+
+
+def test_missing_torchrun_variables_leave_gpus_visible():
+    real = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    missing = missing_torchrun_variables({**real, "MASTER_ADDR": "host0"})
+    assert "CUDA_VISIBLE_DEVICES" not in missing
+    assert (missing["GROUP_WORLD_SIZE"], missing["MASTER_PORT"]) == ("1", "29500")
+    assert "MASTER_ADDR" not in missing
+    assert missing_torchrun_variables({"RANK": "1"}) == {}
 
 
 @pytest.mark.parametrize(
