@@ -148,11 +148,18 @@ def _find_trained_modules(optimizers: Iterable[torch.optim.Optimizer]) -> list[n
     modules = [entry for entry in gc.get_objects() if issubclass(type(entry), nn.Module)]
     built = [module for module in modules if "_modules" in vars(module)]
     inner = {id(child) for module in built for child in module._modules.values()}
+    roots = [
+        (module, {id(parameter) for parameter in module.parameters()})
+        for module in built
+        if id(module) not in inner
+    ]
+    roots = [(root, ids) for root, ids in roots if not ids.isdisjoint(indices)]
     first: dict[int, nn.Module] = {}
-    for module in built:
-        trained = [indices[id(param)] for param in module.parameters() if id(param) in indices]
-        if trained and id(module) not in inner:
-            first.setdefault(min(trained), module)
+    for root, ids in roots:
+        # A module with only some of a model's parameters is not a model, but, for example, a loss
+        # that holds the model's last layer.
+        if not any(ids < other_ids for _, other_ids in roots):
+            first.setdefault(min(indices[trained] for trained in ids & indices.keys()), root)
     return [module for _, module in sorted(first.items())]
 
 

@@ -95,6 +95,34 @@ def test_script_has_torchrun_variables(comm_mode, dist_info, size, values):
     assert dict(os.environ) == before
 
 
+class LossOfLayer(nn.Module):
+    """Runs a layer of the model, as torchtune's LinearCrossEntropyLoss does."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        mark(1)
+        return self.layer(x).sum()
+
+
+@pytest.mark.parametrize("trained", ["all", "head"])
+def test_loss_with_layer_of_model_is_no_model(comm_mode, trained):
+    model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    losses = [LossOfLayer(model["head"]) for _ in range(2)]
+    optimizer = SGD((model if trained == "all" else model["head"]).parameters())
+
+    def train():
+        for _ in range(3):
+            x = model["body"](torch.ones(2))
+            sum(loss(x) for loss in losses).backward()
+            optimizer.step()
+
+    assert record_script(comm_mode, train) is model
+    assert [event.owner for event in comm_mode.events] == [None, None]
+
+
 @pytest.mark.parametrize("num_optimizers", [2, 3])
 def test_optimizers_that_step_together_end_one_step(comm_mode, num_optimizers):
     models = [Net() for _ in range(num_optimizers)]
