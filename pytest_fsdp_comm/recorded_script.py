@@ -113,7 +113,9 @@ class RecordedScript:
             raise IncompleteRecordingError(
                 f"nothing was written, because the recording is incomplete: {'; '.join(gaps)}"
             )
-        differing = [show_path(file) for file, text in files.items() if _has_other_text(file, text)]
+        differing = [
+            show_path(file) for file, text in files.items() if _has_text_other_than(file, text)
+        ]
         if differing and not self._force:
             is_same = differing == [show_path(self._json)]
             why = " (it also has lines of code and the script's arguments)" if is_same else ""
@@ -155,7 +157,7 @@ class RecordedScript:
         return self._problem
 
 
-def _has_other_text(path: Path, text: str) -> bool:
+def _has_text_other_than(path: Path, text: str) -> bool:
     """Return whether a file exists and has a different text, ignoring CRLF line ends."""
     try:
         return path.read_text(encoding="utf-8") != text

@@ -119,7 +119,9 @@ def cost_of_change(old: CommProfile, new: CommProfile) -> Cost:
     peak, peak_ranks = _find_largest_and_its_ranks(
         peaks, groups, lambda pair: (abs(pair[1] - pair[0]), pair[1])
     )
-    old_exposed, new_exposed = (_sum_exposed_by_rank(profile, firsts) for profile in (old, new))
+    old_exposed, new_exposed = (
+        _sum_exposed_nbytes_by_rank(profile, firsts) for profile in (old, new)
+    )
     exposed = [(old_exposed[rank], new_exposed[rank]) for rank in groups]
     exposed_before, exposed_after = max(exposed, key=lambda pair: abs(pair[1] - pair[0]))
     collectives = tuple(
@@ -172,7 +174,7 @@ def _sum_volumes_by_rank(
     return sums
 
 
-def _sum_exposed_by_rank(profile: CommProfile, ranks: frozenset[int]) -> dict[int, int]:
+def _sum_exposed_nbytes_by_rank(profile: CommProfile, ranks: frozenset[int]) -> dict[int, int]:
     sums = dict.fromkeys(ranks, 0)
     for row in profile.collectives if profile.shows_overlap else ():
         nbytes = row.exposed_nbytes

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
             "project directory"
         )
     received = Path(options.directory, RECEIVED)
-    if not received.is_dir() or _has_symlink_below(received, received.parent):
+    if not received.is_dir() or _has_symlink_between(received, received.parent):
         raise FsdpCommError(
             f"{options.directory} has no directory {RECEIVED!r}; expected the unpacked output of "
             "pytest --comm-artifacts=DIR, which is empty if no comparison failed"
@@ -93,7 +93,7 @@ def _copy_received_file(file: Path, artifacts: Path, snapshot_dir: Path) -> Pair
     received, expected = (artifacts / side / file for side in (RECEIVED, EXPECTED))
     target = snapshot_dir / file
     for path, directory in ((received, artifacts), (expected, artifacts), (target, snapshot_dir)):
-        if _has_symlink_below(path, directory):
+        if _has_symlink_between(path, directory):
             raise FsdpCommError(
                 f"{show_path(path)} leads through a symlink to {os.path.realpath(path)}; fsdp-comm "
                 "accept does not follow symlinks: replace the symlink with a real file or directory"
@@ -129,6 +129,6 @@ def _check_unchanged(pair: Pair, expected: Path) -> None:
         )
 
 
-def _has_symlink_below(path: Path, directory: Path) -> bool:
+def _has_symlink_between(path: Path, directory: Path) -> bool:
     """Return whether `path`, or a directory between it and `directory`, is a symlink."""
     return Path(os.path.realpath(path)) != directory.resolve() / path.relative_to(directory)

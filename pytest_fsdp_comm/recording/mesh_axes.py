@@ -110,7 +110,7 @@ class GroupNames:
         # Compute axes from ranks, not from the mesh's layout: torch 2.13 reports wrong strides for
         # a mesh built from a transposed tensor.
         by_key = {key: self.axis(key) for key in dict.fromkeys(keys)}
-        by_key = self._add_group_counts(by_key, counted)
+        by_key = self._replace_group_counts(by_key, counted)
         layouts: defaultdict[str, set[MeshAxis]] = defaultdict(set)
         for axis in by_key.values():
             layouts[axis.name].add(axis)
@@ -121,7 +121,7 @@ class GroupNames:
             for key, axis in by_key.items()
         }
 
-    def _add_group_counts(
+    def _replace_group_counts(
         self, axes: Mapping[str, MeshAxis], counted: Container[str | None]
     ) -> dict[str, MeshAxis]:
         """Set `MeshAxis.num_groups` to the number of counted groups with the same ranks."""

@@ -291,7 +291,7 @@ def _group_except_sizes(rows: Iterable[Change]) -> Iterable[Sequence[Change]]:
         key: object = id(change)
         sides = (*change.before, *change.after)
         if change.subject == "collective" and len(sides) == 1 and not sides[0].ranks:
-            kinds = frozenset(_strip_amounts(sides[0]))
+            kinds = frozenset(_collect_call_kinds(sides[0]))
             key = change.phase, change.what, bool(change.after), sides[0].count, kinds
         groups[key].append(change)
     return groups.values()
@@ -445,7 +445,7 @@ def _describe_row_change(before: Row | None, after: Row | None, times: str) -> s
         parts.append(f"{show_nbytes_change(old, new, unsized)} per rank")
     elif was != now and old and not any(unsized):
         parts.append("same bytes")
-    is_other_kind = before and after and _strip_amounts(before) != _strip_amounts(after)
+    is_other_kind = before and after and _collect_call_kinds(before) != _collect_call_kinds(after)
     if before and after and before.calls and (is_other_kind or (was, old) == (now, new)):
         removed, added = _show_calls_except(before, after), _show_calls_except(after, before)
         if removed and added:
@@ -466,7 +466,7 @@ def _describe_row_change(before: Row | None, after: Row | None, times: str) -> s
     return ", ".join(parts)
 
 
-def _strip_amounts(amount: Row) -> set[Calls]:
+def _collect_call_kinds(amount: Row) -> set[Calls]:
     """Return a row's calls without their counts and sizes."""
     return {replace(calls, count=0, nbytes=0) for calls in amount.calls}
 

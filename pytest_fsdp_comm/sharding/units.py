@@ -86,7 +86,7 @@ def visit_modules(model: object) -> Visit:
     pending: list[tuple[nn.Module, int | None, str]] = [(root, None, "") for root in roots[::-1]]
     while pending:
         outer, parent, name = pending.pop()
-        wrappers, inner = _split_off_wrappers(outer)
+        wrappers, inner = _split_off_wrapper_modules(outer)
         missing = [attr for attr in ("_modules", "_parameters") if attr not in vars(inner)]
         if missing:
             raise RecordingError(
@@ -128,7 +128,7 @@ def class_name(module: nn.Module) -> str:
     return printable(cls.__name__)
 
 
-def _split_off_wrappers(module: nn.Module) -> tuple[tuple[nn.Module, ...], nn.Module]:
+def _split_off_wrapper_modules(module: nn.Module) -> tuple[tuple[nn.Module, ...], nn.Module]:
     wrappers: list[nn.Module] = []
     while True:
         children: dict[str, nn.Module | None] = module.__dict__.get("_modules", {})

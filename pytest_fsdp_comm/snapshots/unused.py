@@ -188,11 +188,11 @@ class UnusedSnapshots:
         is_reported = (passed or self._unpassed) and not option.disable_unused_snapshots
         if has_ended and is_reported and self._all_tests is not None:
             self.files = [*self._find_unused_files(self._all_tests, passed, compared)]
-        if self._has_forbidden_files():
+        if self._has_unused_files_that_fail():
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
         return (yield)
 
-    def _has_forbidden_files(self) -> bool:
+    def _has_unused_files_that_fail(self) -> bool:
         """Whether unused files make the session fail, as in syrupy."""
         option = self._config.option
         is_allowed = option.update_snapshots or option.warn_unused_snapshots
@@ -260,7 +260,7 @@ class UnusedSnapshots:
             return
         write = terminalreporter.write_line
         terminalreporter.write_sep("-", "unused communication snapshots")
-        effect = ", so the run fails" if self._has_forbidden_files() else ""
+        effect = ", so the run fails" if self._has_unused_files_that_fail() else ""
         count = show_count(len(files), "snapshot file")
         write(f"{count} that no test compared{effect}:", yellow=True)
         for path, _ in files:

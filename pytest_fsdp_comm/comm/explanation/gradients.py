@@ -290,7 +290,7 @@ class Reduced(_GradientStep):
             return f"{gradients} {'now' if self.is_added else 'no longer'} sent by {operations}"
         gathers = self._describe_unchanged_gathers(recordings)
         how = "now" if self.is_added else "no longer"
-        if carrying := self._find_carrying_axes(recordings):
+        if carrying := self._name_carrying_axes(recordings):
             new_calls = f"perhaps sent by new calls over {carrying}"
             return f"{gradients} no longer reduced by {operations}, {new_calls}"
         if not self.is_by_more:
@@ -300,7 +300,7 @@ class Reduced(_GradientStep):
         how += " also" if self.is_added and has_kept else ""
         return f"{gradients} {how} reduced by {operations}{gathers}"
 
-    def _find_carrying_axes(self, recordings: Recordings) -> str:
+    def _name_carrying_axes(self, recordings: Recordings) -> str:
         """Name the axes whose new calls may carry the gradients instead; empty if none can."""
         lost = Counter[str]()
         for row in list_collective_rows(self.old_rows):
@@ -309,7 +309,7 @@ class Reduced(_GradientStep):
         return ", ".join(sorted(lost)) if can_carry and lost <= recordings.carried_elements else ""
 
     def find_cause(self, recordings: Recordings) -> str:
-        if self.is_by_more or self._find_carrying_axes(recordings):
+        if self.is_by_more or self._name_carrying_axes(recordings):
             return ""
         known = explain_changed_reductions(self, recordings)
         reason = "parameters are frozen or detached, or gradient synchronization is switched off"

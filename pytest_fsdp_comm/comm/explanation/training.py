@@ -379,7 +379,7 @@ class _Training:
         yield from self._find_unreduced_new_units()
         yield from self._find_unreduced_inputs()
         yield from self._find_unreduced_outputs()
-        yield from self._find_repeated_reductions()
+        yield from self._find_doubly_reduced_modules()
         yield from self._find_fewer_backwards()
 
     def make_change(self, problem_on_axes: _AxisProblem, owners: Sequence[Owner]) -> TrainingChange:
@@ -496,7 +496,7 @@ class _Training:
                 if axis in split_axes.get(owner or "", ()):
                     yield owner, ("outputs", (axis,), "", "")
 
-    def _find_repeated_reductions(self) -> Iterator[tuple[Owner, _AxisProblem]]:
+    def _find_doubly_reduced_modules(self) -> Iterator[tuple[Owner, _AxisProblem]]:
         """Yield modules that now reduce gradients which the unit around them reduces as well."""
         trees = self.trees
         for owner, reduced in self.new.reduced.items() if trees is not None else ():

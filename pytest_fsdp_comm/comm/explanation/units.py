@@ -492,12 +492,14 @@ def _find_keys_if_gathers_changed(old: Content, new: Content) -> list[RowKey]:
         and before != after
         # A unit that stays unsharded is gathered only once, however often it is called.
         and not new.stays_unsharded
-        and all(_list_call_sizes(before[key]) == _list_call_sizes(after[key]) for key in before)
+        and all(
+            _collect_call_sizes(before[key]) == _collect_call_sizes(after[key]) for key in before
+        )
     )
     return [*old.unit_rows, *new.unit_rows] if is_changed else []
 
 
-def _list_call_sizes(rows: Rows) -> set[int]:
+def _collect_call_sizes(rows: Rows) -> set[int]:
     return {call.nbytes for call in calls_of(rows)}
 
 

@@ -72,7 +72,7 @@ def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
     groupless = tuple(rank for rank in ended if not positions[rank].groups)
     joining = [rank for rank, where in positions.items() if where.is_joining and groupless]
     stranded: Stranded = dict.fromkeys(joining, ("the process group", groupless))
-    for group in _merge_groups(positions):
+    for group in _merge_positions_by_group(positions):
         # A position lists only the last collectives, so a rank may have called a collective that
         # its position does not list. Compare the number of the rank's last call instead.
         last = {rank: max(group.calls.get(rank, {}), default=0) for rank in ended}
@@ -87,7 +87,7 @@ def find_stranded(positions: _Positions, timeout_s: float) -> Stranded:
 
 def explain_mismatch(positions: _Positions, failed: Iterable[int]) -> str:
     """Explain how the last calls of `failed` ranks differ from other ranks' calls; "" if equal."""
-    for group in _merge_groups(positions):
+    for group in _merge_positions_by_group(positions):
         calls = [call for rank in failed for call in group.calls.get(rank, {}).values()]
         for seq in sorted({call.seq for call in calls if call.is_last}):
             collective, by_rank = f"#{seq} of {group.label}", group.calls_of(seq)
@@ -223,7 +223,7 @@ class _Group:
         return calls
 
 
-def _merge_groups(positions: _Positions) -> Iterator[_Group]:
+def _merge_positions_by_group(positions: _Positions) -> Iterator[_Group]:
     by_group: defaultdict[object, dict[int, GroupPosition]] = defaultdict(dict)
     for rank, position in positions.items():
         for group in position.groups:
@@ -252,7 +252,7 @@ def _label_group(group: GroupPosition, namesakes: Iterable[GroupPosition]) -> st
 
 def _find_stalls(positions: _Positions) -> Iterator[_Stall]:
     """For each group that ranks are waiting on, yield the first collective they are waiting in."""
-    for group in _merge_groups(positions):
+    for group in _merge_positions_by_group(positions):
         waiting = {
             (call.seq, rank)
             for rank, by_seq in group.calls.items()

@@ -188,7 +188,7 @@ class RankRunner:
         if exits:
             _exit_session(item, exits, reports)
             return reports
-        self._run_extensions(item, results, reports)
+        self._merge_extensions(item, results, reports)
         merge_user_properties(reports, results)
         return reports
 
@@ -393,7 +393,7 @@ class RankRunner:
             )
             self._problems += problems if is_hurried else [*problems, *unended]
 
-    def _run_extensions(
+    def _merge_extensions(
         self, item: pytest.Item, results: Mapping[int, RankResult], reports: list[pytest.TestReport]
     ) -> None:
         """Pass all ranks' payloads to the extensions; fail the test if they return problems."""

@@ -377,7 +377,7 @@ def _find_timeouts(ranks: _Ranks, limit: str) -> Iterable[_Failure]:
         late, key=lambda rank: not (ranks[rank].result.waited_for or ranks[rank].result.is_starting)
     ):
         result = ranks[rank].result
-        absent = _describe_absent_ranks(ranks, result.waited_for)
+        absent = _describe_awaited_ranks(ranks, result.waited_for)
         title = "had not finished."
         if result.is_starting:
             title = f"did not begin the test within {result.unfinished_s:.0f} s; "
@@ -424,7 +424,7 @@ def _format_running_stacks(
     return _format_stacks(ranks, starting, titles[1]) + _format_stacks(ranks, begun, titles[0])
 
 
-def _describe_absent_ranks(ranks: _Ranks, absent: Iterable[int]) -> str:
+def _describe_awaited_ranks(ranks: _Ranks, absent: Iterable[int]) -> str:
     """Describe how ranks left the test: ``rank 1, which had already skipped the test``."""
     outcomes = {rank: ranks[rank].outcome for rank in absent}
     did = {
