@@ -313,19 +313,25 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         # torch may decompose this operation. `_is_composing` makes `__torch_dispatch__` pass the
         # inner operations straight to torch, because we handle only the outer operation.
         self._is_composing = isinstance(op.func, OpOverload)
-        run = functools.partial(self.dispatch, op.func, op.types, op.args, op.kwargs)
-        call = call_of(op.func) if op.func is _EXCHANGE_SHARDS else None
         try:
-            # torch runs this operation's fake kernel without the recorder's kernel.
-            result = run() if call is None else run_and_record(call, op.args, dict(op.kwargs), run)
+            if op.func is _EXCHANGE_SHARDS:
+                result = self._exchange_shards(op)
+            else:
+                result = self.dispatch(op.func, op.types, op.args, op.kwargs)
         finally:
             self._is_composing = False
         order = current_order()
         if order is not None and result is not NotImplemented:
-            if call is not None:  # the operation waits for its result (read in torch 2.7 to 2.15)
-                order.wait_for_latest()
+            if op.func is _EXCHANGE_SHARDS:
+                order.wait_for_latest()  # as the operation does (read in torch 2.7 to 2.15)
             order.note_computation(op, result)
         return result
+
+    def _exchange_shards(self, op: OperatorCall) -> object:
+        # torch runs this operation's fake kernel without the recorder's kernel.
+        run = functools.partial(self.dispatch, op.func, op.types, op.args, op.kwargs)
+        call = call_of(op.func)
+        return run() if call is None else run_and_record(call, op.args, dict(op.kwargs), run)
 
     def _set_partly_known_results(self, op: OperatorCall, result: object) -> None:
         """Set the results that are known despite unknown inputs; forget overwritten values."""

@@ -90,15 +90,15 @@ def find_timing_changes(
         if now is None or now.calls == row.calls:
             continue
         for subject in get_args(Subject):
-            # If calls of one size were added or removed, the timing of others did not change.
-            kinds = [_compute_timing_shares_by_kind(side, subject) for side in (row, now)]
-            shared = kinds[0].keys() & kinds[1].keys()
-            if shared and all(kinds[0][kind] == kinds[1][kind] for kind in shared):
-                continue
             before, after = (_compute_timing_shares(side.calls, subject) for side in (row, now))
             # With more or fewer units in between, the same gather is another distance ahead.
             is_prefetched = subject == "ahead" and before[0][0] and after[0][0]
-            if before != after and not (is_prefetched and num_units[0] != num_units[1]):
+            if before == after or (is_prefetched and num_units[0] != num_units[1]):
+                continue
+            # If calls of one size were added or removed, the timing of others did not change.
+            kinds = [_compute_timing_shares_by_kind(side, subject) for side in (row, now)]
+            shared = kinds[0].keys() & kinds[1].keys()
+            if not shared or any(kinds[0][kind] != kinds[1][kind] for kind in shared):
                 by_change[subject, key, before, after].append(owner)
     return tuple(
         TimingChange(subject=subject, key=key, owners=sort_owners(owners), before=was, after=now)
