@@ -58,7 +58,7 @@ class CommDebugAnswers(ABC):
         """
         counts: defaultdict[Any, int] = defaultdict(int)
         for event in self._read_block().recording.collectives:
-            counts[_find_packet(event)] += 1
+            counts[_op_packet_of(event)] += 1
         return counts
 
     @property
@@ -83,7 +83,7 @@ class CommDebugAnswers(ABC):
             direction = "backward" if is_backward else "forward"
             around = () if event.owner is None else block.trace.keys(event.owner)
             for key in (GLOBAL, *around):
-                counts.setdefault(key, _make_empty_counts())[direction][_find_packet(event)] += 1
+                counts.setdefault(key, _make_empty_counts())[direction][_op_packet_of(event)] += 1
         return counts
 
     @property
@@ -118,7 +118,7 @@ class CommDebugAnswers(ABC):
         sharded ``parameters`` as text), ``module_parents_dict`` (each module's callers and itself)
         and ``parent_dict`` (the modules that each module called).
         """
-        return self._fill_debug_mode().advanced_module_tracker
+        return self._build_debug_mode().advanced_module_tracker
 
     def get_parameter_info(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the direct parameters of each called module, keyed by module, then parameter name.
@@ -150,7 +150,7 @@ class CommDebugAnswers(ABC):
         Raises:
             RecordingError: The level is not 0, and the block did not trace operations.
         """
-        table: str = self._fill_debug_mode(noise_level).generate_comm_debug_tracing_table(
+        table: str = self._build_debug_mode(noise_level).generate_comm_debug_tracing_table(
             noise_level
         )
         return table
@@ -159,7 +159,7 @@ class CommDebugAnswers(ABC):
         self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
     ) -> None:
         """Write the table to a file, without colours."""
-        self._fill_debug_mode(noise_level).log_comm_debug_tracing_table_to_file(
+        self._build_debug_mode(noise_level).log_comm_debug_tracing_table_to_file(
             file_name, noise_level
         )
 
@@ -167,9 +167,9 @@ class CommDebugAnswers(ABC):
         self, file_name: str = "comm_mode_log.json", noise_level: int = 3
     ) -> None:
         """Write the JSON file that torch's browser view of CommDebugMode reads."""
-        self._fill_debug_mode(noise_level).generate_json_dump(file_name, noise_level)
+        self._build_debug_mode(noise_level).generate_json_dump(file_name, noise_level)
 
-    def _fill_debug_mode(self, noise_level: int = 0) -> Any:
+    def _build_debug_mode(self, noise_level: int = 0) -> Any:
         """Return a CommDebugMode filled with our data. See Note [Answers of CommDebugMode]."""
         from torch.distributed.tensor.debug import CommDebugMode  # noqa: PLC0415  # for few tests
 
@@ -210,7 +210,7 @@ def _make_empty_counts() -> dict[str, defaultdict[object, int]]:
     return {"forward": defaultdict(int), "backward": defaultdict(int)}
 
 
-def _find_packet(event: Collective) -> object:
+def _op_packet_of(event: Collective) -> object:
     namespace, name = event.op.split(".", 1)
     if namespace in {"_c10d_functional", "_c10d_functional_autograd"}:
         legacy = getattr(torch.ops.c10d_functional, name, None)

@@ -184,11 +184,11 @@ class Witness:
         issued: defaultdict[str | None, list[tuple[_Sent, Pending[Collective]]]] = defaultdict(list)
         for call in recorded:
             if _kind_listed_by_gloo(call):
-                issued[call.group] += ((sent, call) for sent in _summarize_call(call))
+                issued[call.group] += ((sent, call) for sent in _match_keys_of_call(call))
         numbered = {}
         for flight in read_flights(self._begin_ns)[0]:
             unmatched = issued[flight.group]
-            if unmatched and unmatched[0][0] == _summarize_flight(flight):
+            if unmatched and unmatched[0][0] == _match_key_of_flight(flight):
                 numbered[flight.group, flight.seq] = unmatched.pop(0)[1]
             else:
                 unmatched.clear()
@@ -232,18 +232,18 @@ class Witness:
         """Add one group's flights to `_unseen`, except those that match a recorded collective."""
         unmatched: defaultdict[_Sent, list[Flight]] = defaultdict(list)
         for flight in flights:
-            unmatched[_summarize_flight(flight)].append(flight)
+            unmatched[_match_key_of_flight(flight)].append(flight)
         for equal in unmatched.values():
             equal.sort(key=lambda flight: flight.thread_id not in self._threads)
         unknown = []
         for call in issued:
             if _kind_listed_by_gloo(call).startswith(UNKNOWN):
                 unknown.append(call.fields["nbytes_sent"])
-            for sent in _summarize_call(call):
+            for sent in _match_keys_of_call(call):
                 del unmatched[sent][:1]
         for flight in (flight for equal in unmatched.values() for flight in equal):
             # Compare only the size of an operation that is not in the tables: its kind is unknown.
-            nbytes = _summarize_flight(flight).nbytes
+            nbytes = _match_key_of_flight(flight).nbytes
             if nbytes in unknown and flight.thread_id in self._threads:
                 unknown.remove(nbytes)
             else:
@@ -256,7 +256,7 @@ class Witness:
         names = axes()
         whys: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for flight in self._unseen:
-            sent = _summarize_flight(flight)._replace(kind=flight.kind)
+            sent = _match_key_of_flight(flight)._replace(kind=flight.kind)
             described = flight.description if flight.description != "undefined" else ""
             over = names.get(flight.group) or described or "a destroyed group"
             why = (
@@ -280,7 +280,7 @@ def _kind_listed_by_gloo(call: Pending[Collective]) -> str:
     return "" if kind in {"send", "recv"} else _RUN_AS.get(kind, kind)
 
 
-def _summarize_call(call: Pending[Collective]) -> list[_Sent]:
+def _match_keys_of_call(call: Pending[Collective]) -> list[_Sent]:
     """Return the collectives that the flight recorder lists for a recorded call under gloo."""
     kind, fields = _kind_listed_by_gloo(call), call.fields
     if call.parts:
@@ -292,7 +292,7 @@ def _summarize_call(call: Pending[Collective]) -> list[_Sent]:
     return [_Sent(kind, _map_to_gloo_dtypes(dtypes), nbytes)]
 
 
-def _summarize_flight(flight: Flight) -> _Sent:
+def _match_key_of_flight(flight: Flight) -> _Sent:
     # A rank that only receives (most ranks of a scatter) reports no input.
     tensors = flight.sent or flight.received
     return _Sent(

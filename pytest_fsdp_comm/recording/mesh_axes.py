@@ -95,7 +95,7 @@ class GroupNames:
         shard_group = self._wholes.get(key)
         if shard_group is not None and shard_group != key:
             return axis_of(f"{self.axis(shard_group).name}.post_forward", ranks)
-        return axis_of(self._axes.get(key) or _name_group(description, ranks), ranks)
+        return axis_of(self._axes.get(key) or _choose_group_name(description, ranks), ranks)
 
     def is_shape(self, key: str) -> bool:
         """Whether a group's name only describes its shape, so other groups may share the name."""
@@ -231,7 +231,7 @@ def rank_size_and_backend() -> tuple[int, int, str]:
     return dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
 
 
-def _name_group(description: str, ranks: Sequence[int]) -> str:
+def _choose_group_name(description: str, ranks: Sequence[int]) -> str:
     if described := _parse_axis_name(description):
         return described
     # Name the group after its shape, so that all groups along one axis of a mesh share a name.

@@ -164,12 +164,12 @@ class OwnerNames:
         source, modules = call.source, self._find_owning_modules(call)
         ids = tuple(map(id, modules))
         if (source, ids) not in self._passes:
-            leaves = {id(parameter) for module in modules for parameter in module.parameters()}
+            reduced = {id(parameter) for module in modules for parameter in module.parameters()}
             if source is Source.FSDP:
-                leaves = self._leaves_of_units[ids]
+                reduced = self._parameter_ids_by_unit[ids]
             elif source is not Source.DDP:
                 # If the modules are unknown, use the parameters of all modules.
-                leaves = {
+                reduced = {
                     parameter
                     for parameter, by in self._modules_by_parameter_id.items()
                     if not ids or by.keys() & ids
@@ -177,18 +177,18 @@ class OwnerNames:
             self._passes[source, ids] = [
                 number
                 for number, added in enumerate(self._backwards, 1)
-                if not leaves.isdisjoint(added)
+                if not reduced.isdisjoint(added)
             ]
         passes = self._passes[source, ids]
         number = sum(begun <= after for begun in passes)
         return (number, len(passes)) if number and len(passes) > 1 else (None, None)
 
     @cached_property
-    def _leaves_of_units(self) -> defaultdict[tuple[int, ...], set[int]]:
-        leaves: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+    def _parameter_ids_by_unit(self) -> defaultdict[tuple[int, ...], set[int]]:
+        parameter_ids: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
         for modules, parameter in unit_parameters(self.modules.modules):
-            leaves[tuple(map(id, modules))].add(id(parameter))
-        return leaves
+            parameter_ids[tuple(map(id, modules))].add(id(parameter))
+        return parameter_ids
 
     @cached_property
     def _replica_by_module_id(self) -> dict[int, nn.Module]:

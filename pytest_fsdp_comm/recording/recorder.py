@@ -115,7 +115,7 @@ class Recorder:
         self._pending: list[Pending[Any]] = []
         self._groups = GroupNames()
         self.backward = backward
-        self.units = UnitWatch(self._note_reshard, self._groups)
+        self.units = UnitWatch(self._add_reshard_event, self._groups)
         self._tracer = ModuleTracer(self.backward, self.units) if traces_operations else None
         self._redistribution_watch = RedistributionWatch(self._groups)
         self._seconds = dict.fromkeys(TIMING_CATEGORIES, 0.0)
@@ -140,9 +140,9 @@ class Recorder:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        self._check_models_at_entry()
+        self._note_state_at_entry()
         self.backward.begin(self._roots)
-        self._drop_from_idle(self.backward.modules)
+        self._remove_from_idle_models(self.backward.modules)
         problem = kernels.register_collective_kernels()
         if problem:
             also = "or listed only by torch's flight recorder"
@@ -169,7 +169,7 @@ class Recorder:
                     self._is_recording = False
                 if not problem:
                     self._unseen.update(dict.fromkeys(kernels.find_gaps()))
-                self._note_unseen_groups()
+                self._note_python_process_groups()
                 self._witness.find_unseen(self._list_pending(Collective))
                 self._note_lost_owners()
 
@@ -305,7 +305,7 @@ class Recorder:
                 f"but another model{example} issued {show_count(len(foreign), 'collective')}",
             )
 
-    def _drop_from_idle(self, modules: Sequence[nn.Module]) -> None:
+    def _remove_from_idle_models(self, modules: Sequence[nn.Module]) -> None:
         ran = set(map(id, modules))
         if ran:
             # This is fast: usually the model itself runs first, and `isdisjoint` stops at it.
@@ -479,7 +479,7 @@ class Recorder:
         """Add a gap for communication that is not recorded."""
         self._unseen[Gap(kind="unseen", text=text)] = None
 
-    def _note_reshard(
+    def _add_reshard_event(
         self, action: ReshardAction, modules: tuple[nn.Module, ...], nbytes: int, seconds: float
     ) -> None:
         attribution = self._attribute_from_unit() or self._attribute_from_stack(scan_stack())
@@ -530,7 +530,7 @@ class Recorder:
 
     def _update_idle_and_roots(self, modules: Modules, outermost: nn.Module | None) -> None:
         if self.idle:
-            self._drop_from_idle(modules)
+            self._remove_from_idle_models(modules)
         if not self._has_models and outermost is not None:
             self._add_root(outermost)
 
@@ -544,7 +544,7 @@ class Recorder:
             if not any(root is module for root in self._roots):
                 self._roots.append(module)
 
-    def _note_unseen_groups(self) -> None:
+    def _note_python_process_groups(self) -> None:
         for group in process_groups():
             kind = type(group)
             # Process group classes written in C++ are in one of these two modules.
@@ -554,8 +554,8 @@ class Recorder:
                     "Python, whose methods bypass the torch operations that comm_mode records"
                 )
 
-    def _check_models_at_entry(self) -> None:
-        self._note_unseen_groups()
+    def _note_state_at_entry(self) -> None:
+        self._note_python_process_groups()
         unsharded = []
         for root in self._roots:
             self.idle.append(root)

@@ -58,8 +58,8 @@ class StepRecorder:
         self._undo = contextlib.ExitStack()
         self._undo.enter_context(
             patch_attributes(
-                wrap_attribute(torch.amp.GradScaler, "step", self._run_around_scaler_step),
-                wrap_attribute(nn.Module, "eval", self._run_around_eval),
+                wrap_attribute(torch.amp.GradScaler, "step", self._run_and_detect_skipped_step),
+                wrap_attribute(nn.Module, "eval", self._run_and_note_eval),
             )
         )
 
@@ -124,12 +124,12 @@ class StepRecorder:
             with contextlib.suppress(UnseenCollectivesWarning):
                 self._mode.__exit__(None, None, None)
 
-    def _run_around_eval(self, evaluate: Any, module: nn.Module) -> object:
+    def _run_and_note_eval(self, evaluate: Any, module: nn.Module) -> object:
         is_trained = any(module is model for model in self._trained)
         self.has_evaluation |= self._is_recording and is_trained
         return evaluate(module)
 
-    def _run_around_scaler_step(
+    def _run_and_detect_skipped_step(
         self, step: Any, scaler: object, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     ) -> object:
         num_calls = self._num_calls

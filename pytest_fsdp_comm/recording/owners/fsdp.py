@@ -193,7 +193,7 @@ class UnitWatch:
         """Return the most bytes that FSDP2 `groups` and FSDP1 `modules` had gathered at a time."""
         # Units that stayed gathered during the whole block are not tracked yet, so add them now.
         for group in groups:
-            self._memory.track_unit(group, self._gathered_nbytes_of_group)
+            self._memory.track_unit(group, self._nbytes_held_beyond_shard)
         for handle in _list_fsdp1_handles(modules):
             self._memory.track_unit(handle, _gathered_nbytes_of_handle)
         return self._memory.peak
@@ -206,7 +206,7 @@ class UnitWatch:
             nbytes = self._unsharded_nbytes[group] = _unsharded_nbytes_of_params(group.fsdp_params)
         return nbytes
 
-    def _gathered_nbytes_of_group(self, group: Any) -> int:
+    def _nbytes_held_beyond_shard(self, group: Any) -> int:
         """Return the bytes that an FSDP2 unit holds beyond its shard."""
         used = self._nbytes_held_for_use(group)
         # Check `used` first: `_unsharded_nbytes_of_group` caches its result, and a unit's dtypes
@@ -238,16 +238,16 @@ class UnitWatch:
         self._unsharded_nbytes.clear()
         self._meshes.clear()
 
-    def _run_around_state_pre_backward(self, state: Any, _: Arguments) -> Iterator[ActingUnit]:
+    def _watch_state_pre_backward(self, state: Any, _: Arguments) -> Iterator[ActingUnit]:
         yield ActingUnit(tuple(state._modules), serves=False, is_in_backward=True)
 
-    def _run_around_pre_backward(self, group: object, _: Arguments) -> Iterator[ActingUnit]:
-        self._open_slot_of_group(_look_up_training_states(_FSDP2_STATES)[1], group)
+    def _watch_pre_backward(self, group: object, _: Arguments) -> Iterator[ActingUnit]:
+        self._open_slot_on_new_state(_look_up_training_states(_FSDP2_STATES)[1], group)
         yield self._make_acting_backward_unit(group, serves=False)
 
-    def _run_around_post_backward(self, group: object, _: Arguments) -> Iterator[ActingUnit]:
+    def _watch_post_backward(self, group: object, _: Arguments) -> Iterator[ActingUnit]:
         acting = self._make_acting_backward_unit(group, serves=True)
-        acting.reduced = _list_reduced_unless_all(group)
+        acting.reduced = _list_reduced_params_unless_all(group)
         yield acting
 
     def _make_acting_backward_unit(self, group: Any, *, serves: bool) -> ActingUnit:
@@ -255,17 +255,17 @@ class UnitWatch:
             self._groups.learn_mesh(group.mesh_info.mesh)
         return ActingUnit(tuple(group.modules), serves=serves, is_in_backward=True)
 
-    def _run_around_pre_forward(self, group: object, _: Arguments) -> Iterator[None]:
-        self._open_slot_of_group(_look_up_training_states(_FSDP2_STATES)[0], group)
+    def _watch_pre_forward(self, group: object, _: Arguments) -> Iterator[None]:
+        self._open_slot_on_new_state(_look_up_training_states(_FSDP2_STATES)[0], group)
         yield
 
-    def _open_slot_of_group(self, state: enum.Enum, group: Any) -> None:
+    def _open_slot_on_new_state(self, state: enum.Enum, group: Any) -> None:
         # FSDP2 calls pre_forward for each module of a unit (up to torch 2.11, only for the first),
         # and pre_backward for each output. Only the first call changes the state and begins a use.
         if group._training_state != state:
             self._prefetches.open_slot(state, group.modules)
 
-    def _run_around_unshard(self, group: Any, _: Arguments) -> Iterator[ActingUnit | None]:
+    def _watch_unshard(self, group: Any, _: Arguments) -> Iterator[ActingUnit | None]:
         # A prefetched unit calls unshard again when it is used; this second call gathers nothing.
         prefetched = group._all_gather_result
         if prefetched is not None:
@@ -275,7 +275,7 @@ class UnitWatch:
         if self._meshes.get(group, self) is not after:
             self._meshes[group] = after
             self._groups.learn_mesh_of_unit(group)
-            self._memory.track_unit(group, self._gathered_nbytes_of_group)
+            self._memory.track_unit(group, self._nbytes_held_beyond_shard)
         modules, gather = tuple(group.modules), self._prefetches.begin_gather()
         yield ActingUnit(modules, gather=gather)
         result = group._all_gather_result
@@ -289,23 +289,23 @@ class UnitWatch:
             self._memory.set_gathered_nbytes(group, nbytes)
             self._on_reshard("unshard", modules, nbytes, 0.0)
 
-    def _run_around_wait_for_unshard(self, group: Any, _: Arguments) -> Iterator[None]:
+    def _watch_wait_for_unshard(self, group: Any, _: Arguments) -> Iterator[None]:
         # In any other state, user code waits for the gather but does not use the unit yet.
         if group._training_state in _look_up_training_states(_FSDP2_STATES):
             self._prefetches.note_use(group)
         yield
 
-    def _run_around_free(self, group: object, _: Arguments) -> Iterator[None]:
-        if group not in self._meshes:  # otherwise `_run_around_unshard` has already done this
-            self._memory.track_unit(group, self._gathered_nbytes_of_group)
+    def _watch_free(self, group: object, _: Arguments) -> Iterator[None]:
+        if group not in self._meshes:  # otherwise `_watch_unshard` has already done this
+            self._memory.track_unit(group, self._nbytes_held_beyond_shard)
         yield
-        self._memory.set_gathered_nbytes(group, self._gathered_nbytes_of_group(group))
+        self._memory.set_gathered_nbytes(group, self._nbytes_held_beyond_shard(group))
         # Forget the freed gather, so that a use in backward is not matched with it: after
         # set_unshard_in_backward(False), backward does not gather the unit again.
         if not self._nbytes_held_for_use(group):
             self._prefetches.note_free(group)
 
-    def _run_around_reshard(self, group: Any, _: Arguments) -> Iterator[ActingUnit]:
+    def _watch_reshard(self, group: Any, _: Arguments) -> Iterator[ActingUnit]:
         state, started = group._sharded_state, time.perf_counter()
         modules = tuple(group.modules)
         yield ActingUnit(modules)
@@ -313,7 +313,7 @@ class UnitWatch:
             seconds = time.perf_counter() - started
             self._on_reshard("reshard", modules, self._unsharded_nbytes_of_group(group), seconds)
 
-    def _run_around_handle_all_gather(self, handle: Any, args: Arguments) -> Iterator[ActingUnit]:
+    def _watch_handle_all_gather(self, handle: Any, args: Arguments) -> Iterator[ActingUnit]:
         self._memory.track_unit(handle, lambda _: 0)
         modules, gather = (handle._fully_sharded_module,), self._prefetches.begin_gather()
         yield ActingUnit(modules, gather=gather)
@@ -322,7 +322,7 @@ class UnitWatch:
         self._memory.set_gathered_nbytes(handle, nbytes)
         self._on_reshard("unshard", modules, nbytes, 0.0)
 
-    def _run_around_handle_reshard(self, handle: Any, args: Arguments) -> Iterator[ActingUnit]:
+    def _watch_handle_reshard(self, handle: Any, args: Arguments) -> Iterator[ActingUnit]:
         nbytes, modules = _gathered_nbytes_of_handle(handle), (handle._fully_sharded_module,)
         self._memory.track_unit(handle, lambda _: nbytes)
         frees = args[0] and handle.uses_sharded_strategy and not handle.needs_unshard()
@@ -333,26 +333,26 @@ class UnitWatch:
             self._memory.set_gathered_nbytes(handle, 0)
             self._on_reshard("reshard", modules, nbytes, seconds)
 
-    def _run_around_handle_unshard_grad(self, handle: Any, _: Arguments) -> Iterator[ActingUnit]:
+    def _watch_handle_unshard_grad(self, handle: Any, _: Arguments) -> Iterator[ActingUnit]:
         yield ActingUnit((handle._fully_sharded_module,))
 
-    def _run_around_handle_reduce_grad(self, _: object, args: Arguments) -> Iterator[ActingUnit]:
-        return self._run_around_handle_unshard_grad(args[0], ())
+    def _watch_handle_reduce_grad(self, _: object, args: Arguments) -> Iterator[ActingUnit]:
+        return self._watch_handle_unshard_grad(args[0], ())
 
-    def _run_around_handle_unshard(self, _: object, args: Arguments) -> Iterator[None]:
+    def _watch_handle_unshard(self, _: object, args: Arguments) -> Iterator[None]:
         # If another unit is acting, it is prefetching this unit, which is not in use yet.
         if not self.acting:
-            self._open_slot_of_handle(args[0])
+            self._open_slot_if_in_use(args[0])
         yield
 
-    def _run_around_prefetch_handle(self, _: object, args: Arguments) -> Iterator[ActingUnit]:
+    def _watch_prefetch_handle(self, _: object, args: Arguments) -> Iterator[ActingUnit]:
         handle = args[0]
         # FSDP1 calls this whenever it uses a gathered unit, to prefetch the next unit.
-        if self._open_slot_of_handle(handle):
+        if self._open_slot_if_in_use(handle):
             self._prefetches.note_use(handle)
         yield ActingUnit(() if handle is None else (handle._fully_sharded_module,), serves=False)
 
-    def _open_slot_of_handle(self, handle: Any) -> bool:
+    def _open_slot_if_in_use(self, handle: Any) -> bool:
         """Open a slot if the handle's unit is in use; return whether it is."""
         # A unit is not in use after its backward, or while summon_full_params gathers it.
         if handle is None or handle._training_state not in _look_up_training_states(_FSDP1_STATES):
@@ -388,18 +388,18 @@ def _list_fsdp2_methods() -> list[tuple[Any, str, Around]]:
     group = upstream.look_up(f"{package}._fsdp_param_group", "FSDPParamGroup")
     return [
         # Wrap the state's method: it issues explicit prefetches after the group's `pre_backward`.
-        (state, "_pre_backward", UnitWatch._run_around_state_pre_backward),
-        (group, "pre_forward", UnitWatch._run_around_pre_forward),
-        (group, "unshard", UnitWatch._run_around_unshard),
-        (group, "wait_for_unshard", UnitWatch._run_around_wait_for_unshard),
-        (group, "reshard", UnitWatch._run_around_reshard),
-        (group, "pre_backward", UnitWatch._run_around_pre_backward),
-        (group, "post_backward", UnitWatch._run_around_post_backward),
+        (state, "_pre_backward", UnitWatch._watch_state_pre_backward),
+        (group, "pre_forward", UnitWatch._watch_pre_forward),
+        (group, "unshard", UnitWatch._watch_unshard),
+        (group, "wait_for_unshard", UnitWatch._watch_wait_for_unshard),
+        (group, "reshard", UnitWatch._watch_reshard),
+        (group, "pre_backward", UnitWatch._watch_pre_backward),
+        (group, "post_backward", UnitWatch._watch_post_backward),
         # `reshard` calls these two methods, but so do state-dict hooks.
-        (group, "_to_sharded", UnitWatch._run_around_free),
-        (group, "_to_sharded_post_forward", UnitWatch._run_around_free),
+        (group, "_to_sharded", UnitWatch._watch_free),
+        (group, "_to_sharded_post_forward", UnitWatch._watch_free),
         # This method frees units that backward prefetched but never used.
-        (group, "finalize_backward", UnitWatch._run_around_free),
+        (group, "finalize_backward", UnitWatch._watch_free),
     ]
 
 
@@ -409,14 +409,14 @@ def _list_fsdp1_methods() -> list[tuple[object, str, Around]]:
         return []
     handle = sys.modules["torch.distributed.fsdp._flat_param"].FlatParamHandle
     return [
-        (handle, "_all_gather_flat_param", UnitWatch._run_around_handle_all_gather),
-        (handle, "unshard_grad", UnitWatch._run_around_handle_unshard_grad),
-        (handle, "reshard", UnitWatch._run_around_handle_reshard),
-        (runtime, "_reduce_grad", UnitWatch._run_around_handle_reduce_grad),
-        (runtime, "_reduce_grad_no_shard", UnitWatch._run_around_handle_reduce_grad),
+        (handle, "_all_gather_flat_param", UnitWatch._watch_handle_all_gather),
+        (handle, "unshard_grad", UnitWatch._watch_handle_unshard_grad),
+        (handle, "reshard", UnitWatch._watch_handle_reshard),
+        (runtime, "_reduce_grad", UnitWatch._watch_handle_reduce_grad),
+        (runtime, "_reduce_grad_no_shard", UnitWatch._watch_handle_reduce_grad),
         # Do not wrap _pre_backward_hook: graphs created before the block call the original.
-        (runtime, "_unshard", UnitWatch._run_around_handle_unshard),
-        (runtime, "_prefetch_handle", UnitWatch._run_around_prefetch_handle),
+        (runtime, "_unshard", UnitWatch._watch_handle_unshard),
+        (runtime, "_prefetch_handle", UnitWatch._watch_prefetch_handle),
     ]
 
 
@@ -463,7 +463,7 @@ def direct_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
             yield parameter
 
 
-def _list_reduced_unless_all(group: Any) -> tuple[tuple[nn.Module, str], ...]:
+def _list_reduced_params_unless_all(group: Any) -> tuple[tuple[nn.Module, str], ...]:
     """Return the `ActingUnit.reduced` of an FSDP2 unit whose backward has just ended."""
     # As in FSDPParamGroup.post_backward of torch 2.7 to 2.15. Since 2.13, a unit may be told to
     # reduce zeros for parameters that were not used.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_fsdp_comm.recording.mesh_axes import _name_group
+from pytest_fsdp_comm.recording.mesh_axes import _choose_group_name
 from pytest_fsdp_comm.recording.owners.module_names import clean_fqn
 
 
@@ -34,4 +34,4 @@ def test_wrappers_leave_no_trace_in_names(name, clean):
     ],
 )
 def test_groups_are_named_without_counters(description, ranks, name):
-    assert _name_group(description, ranks) == name
+    assert _choose_group_name(description, ranks) == name
