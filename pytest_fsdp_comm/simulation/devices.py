@@ -272,7 +272,7 @@ def _tensor_patches() -> Iterator[Replacement]:
     cls, make = torch.Tensor, torch.Tensor.new_tensor
     original = look_up("torch._subclasses.fake_tensor", "FakeTensor.device.fget", _USE)
     yield cls, "to", _simulated_to
-    yield _wrap_outside_torch(cls, "get_device", get_device)
+    yield _patch_outside_torch(cls, "get_device", get_device)
     yield cls, "cuda", cuda
     yield cls, "cpu", cpu
     yield cls, "type_as", _simulated_to
@@ -389,7 +389,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         ctx.group = group
         ctx.save_for_backward(batch, weight)
         # Each rank sends the mean and inverse standard deviation of each channel, and a count.
-        statistics = _make_statistics(batch, 2 * batch.shape[1] + 1)
+        statistics = _make_batch_norm_buffer(batch, 2 * batch.shape[1] + 1)
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # since 2.13
         gather(statistics.new_empty(size * len(statistics)), statistics, group)
         return torch.empty_like(batch)
@@ -398,13 +398,13 @@ class _SyncBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *_: object) -> object:
         batch, weight = ctx.saved_tensors
         if ctx.needs_input_grad[0]:
-            dist.all_reduce(_make_statistics(batch, 2 * batch.shape[1]), group=ctx.group)
+            dist.all_reduce(_make_batch_norm_buffer(batch, 2 * batch.shape[1]), group=ctx.group)
         inputs = (batch, weight, weight)
         gradients = [None if tensor is None else torch.empty_like(tensor) for tensor in inputs]
         return (*gradients, *[None] * 6)
 
 
-def _make_statistics(batch: torch.Tensor, size: int) -> torch.Tensor:
+def _make_batch_norm_buffer(batch: torch.Tensor, size: int) -> torch.Tensor:
     is_half = batch.numel() and batch.dtype in {torch.float16, torch.bfloat16}
     return batch.new_empty(size, dtype=torch.float32 if is_half else batch.dtype)
 
@@ -477,21 +477,21 @@ def _cuda_patches() -> Iterator[Replacement]:
         "memory_snapshot": assume([], "memory_snapshot"),
         "is_built": lambda: True,
     }
-    yield _wrap_outside_torch(dist, "is_nccl_available", lambda: True)
+    yield _patch_outside_torch(dist, "is_nccl_available", lambda: True)
     modules = (cuda, cuda.memory, cuda.profiler, torch.accelerator, torch.backends.cuda)
     for module, name, function in _existing_name_patches(modules, replacements):
         # Replace RNG functions for all callers, because torch's `fork_rng` also calls them.
         if "rng_state" in name:
             yield module, name, function
         else:
-            yield _wrap_outside_torch(module, name, function)
+            yield _patch_outside_torch(module, name, function)
     yield from _stream_patches()
     yield from _existing_name_patches((cuda, torch.accelerator), dict.fromkeys(_IDLE, _Idle))
-    yield _wrap_outside_torch(cuda.nccl, "version", assume((2, 28, 9), "nccl.version"))
-    yield _wrap_outside_torch(cudnn, "version", assume(91002, "cudnn.version"))
-    yield _wrap_outside_torch(cudnn, "is_available", lambda: True)
+    yield _patch_outside_torch(cuda.nccl, "version", assume((2, 28, 9), "nccl.version"))
+    yield _patch_outside_torch(cudnn, "version", assume(91002, "cudnn.version"))
+    yield _patch_outside_torch(cudnn, "is_available", lambda: True)
     yield torch.version, "cuda", torch.version.cuda or _CUDA_VERSION
-    yield _wrap_outside_torch(torch, "get_device_module", module_of)
+    yield _patch_outside_torch(torch, "get_device_module", module_of)
     for name in ("range_push", "range_pop", "mark"):
         yield cuda.nvtx, name, lambda *_: None
     yield torch, "Generator", _Generator
@@ -511,7 +511,7 @@ def _existing_name_patches(
             yield module, name, value
 
 
-def _wrap_outside_torch(holder: object, name: str, function: Callable[..., object]) -> Replacement:
+def _patch_outside_torch(holder: object, name: str, function: Callable[..., object]) -> Replacement:
     """Replace a function for code outside torch; torch itself still calls the original."""
 
     def call(original: Callable[..., object], /, *args: object, **kwargs: object) -> object:

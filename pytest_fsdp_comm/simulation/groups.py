@@ -284,7 +284,7 @@ class DistinctRanks:
         dims = [getattr(placement, "dim", None) for placement in parameter.placements]
         coordinates = distinct_coordinates(parameter.shape, tuple(mesh.shape), dims, coordinate)
         with unset_fake_temporarily():
-            ranks = {int(mesh.mesh[each]) for each in itertools.product(*coordinates)}
+            ranks = {int(mesh.mesh[index]) for index in itertools.product(*coordinates)}
             self.further |= ranks - {int(mesh.mesh[tuple(coordinate)])}
 
 

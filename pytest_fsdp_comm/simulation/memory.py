@@ -279,7 +279,7 @@ def set_output_values(op: OperatorCall, outputs: Sequence[FakeTensor]) -> None:
     results = functools.cache(lambda: tensors_in(run()))
     inputs = _list_stored_values(op.tensors)
     for index, tensor in new:
-        compute = functools.partial(_pick_result, results, index, _read_layout(tensor))
+        compute = functools.partial(_pick_result_with_layout, results, index, _read_layout(tensor))
         set_values(tensor, Values(compute, inputs, later=later))
 
 
@@ -332,17 +332,17 @@ def _save_values(value: object) -> object:
     return value
 
 
-def _restore_values(noted: object) -> Any:
-    if isinstance(noted, _SavedTensor):
-        return noted.layout.view(noted.values.compute_storage())
-    if isinstance(noted, list):
-        return [_restore_values(part) for part in noted]
-    if isinstance(noted, dict):
-        return {name: _restore_values(part) for name, part in noted.items()}
-    return noted
+def _restore_values(saved: object) -> Any:
+    if isinstance(saved, _SavedTensor):
+        return saved.layout.view(saved.values.compute_storage())
+    if isinstance(saved, list):
+        return [_restore_values(part) for part in saved]
+    if isinstance(saved, dict):
+        return {name: _restore_values(part) for name, part in saved.items()}
+    return saved
 
 
-def _pick_result(
+def _pick_result_with_layout(
     results: Callable[[], Sequence[torch.Tensor]], index: int, layout: _Layout
 ) -> torch.Tensor:
     return _match_layout(results()[index], layout)

@@ -64,7 +64,7 @@ def memory_patches(tensors: SimulatedTensors) -> Iterator[Replacement]:
     yield FakeTensor, "tolist", _simulated_tolist
     # These functions read memory before they run any operation that the mode could intercept.
     for name in ("tensor", "as_tensor"):
-        yield wrap_attribute(torch, name, _make_tensor)
+        yield wrap_attribute(torch, name, _simulated_tensor)
     for holder in (torch, torch.Tensor):
         yield wrap_attribute(holder, "tensor_split", _simulated_tensor_split)
 
@@ -169,7 +169,7 @@ def _simulated_asarray(
     return tensors.simulate(result)
 
 
-def _make_tensor(
+def _simulated_tensor(
     make: Callable[..., torch.Tensor],
     data: Any,
     *,
@@ -184,7 +184,7 @@ def _make_tensor(
     if not _has_simulated_tensor(data):
         options = {"dtype": dtype, "device": device, "requires_grad": requires_grad, **how}
         return make(data, **{name: value for name, value in options.items() if value})
-    parts = [part if isinstance(part, torch.Tensor) else _make_tensor(make, part) for part in data]
+    parts = [part if torch.is_tensor(part) else _simulated_tensor(make, part) for part in data]
     with torch.no_grad():
         return torch.stack(parts).to(device, dtype).requires_grad_(requires_grad)
 

@@ -72,7 +72,7 @@ class Timeline(Generic[Work]):
 
     def compute(self, stream: Stream, work: Work) -> None:
         """Issue an operation with FLOPs."""
-        line = self._get_line(stream)
+        line = self._get_line_after_host(stream)
         line.position += 1
         line.positions.append(line.position)
         line.clocks.append(line.clock)
@@ -81,7 +81,7 @@ class Timeline(Generic[Work]):
     def communicate(self, stream: Stream, communicator: Hashable) -> StreamPosition:
         """Issue a collective; those of one communicator run one after the other."""
         self.wait(stream, self._communicators.get(communicator, NOTHING))
-        line = self._get_line(stream)
+        line = self._get_line_after_host(stream)
         before = self.record(stream)
         line.position += 1
         position = StreamPosition(stream, line.position, before)
@@ -90,7 +90,7 @@ class Timeline(Generic[Work]):
 
     def record(self, stream: Stream) -> Clock:
         """Return the clock of an event that comes after everything on the stream so far."""
-        line = self._get_line(stream)
+        line = self._get_line_after_host(stream)
         return {**line.clock, stream: line.position} if line.position else line.clock
 
     def record_all(self) -> Clock:
@@ -99,7 +99,7 @@ class Timeline(Generic[Work]):
 
     def wait(self, stream: Stream, event: Clock) -> None:
         """Make everything that the stream runs from now on wait for an event."""
-        line = self._get_line(stream)
+        line = self._get_line_after_host(stream)
         line.clock = _join_clocks(line.clock, event)
 
     def wait_on_host(self, event: Clock) -> None:
@@ -116,7 +116,7 @@ class Timeline(Generic[Work]):
                 )
                 yield from line.works[first:end]
 
-    def _get_line(self, stream: Stream) -> _Line[Work]:
+    def _get_line_after_host(self, stream: Stream) -> _Line[Work]:
         line = self._lines.get(stream)
         if line is None:
             line = self._lines[stream] = _Line()

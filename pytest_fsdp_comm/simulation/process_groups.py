@@ -44,7 +44,7 @@ def group_patches(tensors: SimulatedTensors, groups: RealGroups | None) -> Itera
     for name, attribute in vars(mesh).items():
         if name.startswith("__") and name not in {"__init__", "__getitem__"}:
             continue
-        real = _wrap_mesh_attribute(attribute)
+        real = _wrap_attribute_with_memory(attribute)
         if groups is not None and name == "__init__":
             real = _wrap_mesh_init(real, groups)
         if real is not None:
@@ -65,7 +65,7 @@ def group_patches(tensors: SimulatedTensors, groups: RealGroups | None) -> Itera
     yield distributed_c10d, "_get_default_timeout", lambda _: timeout
 
 
-def _wrap_mesh_attribute(attribute: object) -> object:
+def _wrap_attribute_with_memory(attribute: object) -> object:
     """Make a mesh's method or property use tensors with memory; return None for anything else."""
     if isinstance(attribute, property) and attribute.fget is not None:
         return property(wrap_with_memory(attribute.fget), attribute.fset, attribute.fdel)
@@ -183,8 +183,8 @@ def _simulated_get_backend_config(
 
 def _find_requested_backend(group: dist.ProcessGroup, requested: Mapping[str, str]) -> str | None:
     world = distributed_c10d.GroupMember.WORLD
-    groups = (each for each in (group, world) if each is not None)
-    return next(filter(None, (requested.get(each.group_name) for each in groups)), None)
+    names = (member.group_name for member in (group, world) if member is not None)
+    return next(filter(None, map(requested.get, names)), None)
 
 
 def _simulated_make_group(

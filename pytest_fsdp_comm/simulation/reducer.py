@@ -164,17 +164,16 @@ class SimulatedReducer:
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
 
     @property
-    def _is_rebuilding(self) -> bool:
+    def _should_rebuild_buckets(self) -> bool:
         return not self._is_rebuilt and (self._is_static or not self._finds_unused)
 
     @property
-    def _is_searching(self) -> bool:
+    def _is_searching_unused(self) -> bool:
         """Whether each forward searches for unused parameters."""
         return self._finds_unused and not self._is_static
 
     @property
-    def _is_counting(self) -> bool:
-        """Whether this is the first step of a static graph."""
+    def _is_first_static_step(self) -> bool:
         return self._is_static and self._num_steps == 1
 
     def prepare_for_forward(self) -> None:
@@ -183,7 +182,7 @@ class SimulatedReducer:
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         self._reset_state()
         self._is_expecting = True
-        if self._is_searching:
+        if self._is_searching_unused:
             nodes = find_graph_nodes(outputs)
             self._unused = [index for index, node in enumerate(self._nodes) if node not in nodes]
 
@@ -197,9 +196,10 @@ class SimulatedReducer:
 
     def _autograd_hook(self, index: int) -> None:
         """Handle the gradient of a parameter, which backward has just accumulated."""
-        if (self._is_searching or self._is_counting) and self._params[index].grad is not None:
+        has_gradient, is_first = self._params[index].grad is not None, self._is_first_static_step
+        if has_gradient and (is_first or self._is_searching_unused):
             self._used.add(index)
-        if self._is_counting:
+        if is_first:
             self._num_arrivals[index] += 1
             return
         if not self._is_expecting:  # in no_sync()
@@ -212,20 +212,20 @@ class SimulatedReducer:
             if not self._num_missing[index]:
                 raise RuntimeError(
                     "Your training graph has changed in this iteration, which is not compatible "
-                    f"with static_graph=True: {self._name(index)} got a gradient more often than "
-                    "in the first step"
+                    f"with static_graph=True: {self._name_of(index)} got a gradient more often "
+                    "than in the first step"
                 )
             self._num_missing[index] -= 1
             if self._num_missing[index]:
                 return
-        if self._is_rebuilding:
+        if self._should_rebuild_buckets:
             self._arrived.append(index)
         self._mark_gradient_ready(index)
 
     def _mark_gradient_ready(self, index: int) -> None:
         if index in self._ready:
             raise RuntimeError(
-                f"Expected to mark a variable ready only once: {self._name(index)} got a second "
+                f"Expected to mark a variable ready only once: {self._name_of(index)} got a second "
                 "gradient in one step. Do not use a parameter outside of DDP's forward, or in "
                 "several reentrant checkpoints; or set static_graph=True"
             )
@@ -238,7 +238,7 @@ class SimulatedReducer:
             if not (self._skips_unused and {*bucket.indices} <= {*self._unused}):
                 self._launch_bucket(bucket)
             self._num_launched += 1
-        if self._is_searching:
+        if self._is_searching_unused:
             self._reduce_used_parameter_map()
         if not self._is_manual:
             _engine.queue_callback(self._finish_backward)  # runs when backward ends
@@ -264,7 +264,7 @@ class SimulatedReducer:
                     continue
                 if parameter.grad.layout is not torch.strided:
                     raise SimulationError(
-                        f"{self._name(index)} has a sparse gradient, which a simulated DDP cannot "
+                        f"{self._name_of(index)} has a sparse gradient, which simulated DDP cannot "
                         "reduce: use sparse=False, or run the test on real ranks, without simulate="
                     )
                 view.copy_(parameter.grad)
@@ -279,7 +279,7 @@ class SimulatedReducer:
 
     def _finish_backward(self) -> None:
         self._is_expecting = self._is_unfinished = False
-        if self._is_static and self._is_rebuilding:
+        if self._is_static and self._should_rebuild_buckets:
             self._arrived += self._unused
         self._wait_and_copy_gradients()
 
@@ -294,7 +294,7 @@ class SimulatedReducer:
         for future in self._futures:
             future.wait()
         self._futures.clear()
-        if self._is_searching:
+        if self._is_searching_unused:
             self._used.clear()
 
     @torch.no_grad()
@@ -311,7 +311,7 @@ class SimulatedReducer:
 
     def _rebuild_buckets(self) -> bool:
         self._check_reducer_finalized()
-        if not (self._is_rebuilding and self._arrived):
+        if not (self._should_rebuild_buckets and self._arrived):
             return False
         step = -1 if os.environ.get(_IS_LAST_BUCKET_SMALL) == "1" else 1
         arrived = self._arrived[::step]
@@ -336,10 +336,10 @@ class SimulatedReducer:
         )
         raise RuntimeError(
             "Expected to have finished reduction in the prior iteration before starting a new one: "
-            f"{', '.join(map(self._name, missing))} got no gradient; {remedy}"
+            f"{', '.join(map(self._name_of, missing))} got no gradient; {remedy}"
         )
 
-    def _name(self, index: int) -> str:
+    def _name_of(self, index: int) -> str:
         return self._names.get(index, f"parameter {index}").removeprefix(".")
 
     def set_hook(self, hook: _Hook) -> None:
@@ -366,7 +366,7 @@ class SimulatedReducer:
         self._is_manual = required
 
     def _should_finalize_after_backward(self) -> bool:
-        return self._is_rebuilding
+        return self._should_rebuild_buckets
 
     def _finalize_backward_manual(self) -> None:
         is_launched = self._is_expecting and self._num_launched == len(self._buckets)
@@ -436,7 +436,7 @@ def _simulated_verify_params(
     """Make DDP compare the shapes of all ranks' parameters with tensors that torch can read."""
     with unset_fake_temporarily():
         zeros = [torch.zeros((), dtype=param.dtype, device="cpu") for param in parameters]
-        verify(group, [*map(torch.Tensor.expand, zeros, (each.shape for each in parameters))])
+        verify(group, [*map(torch.Tensor.expand, zeros, (param.shape for param in parameters))])
 
 
 def _simulated_find_common_rank(

@@ -59,9 +59,9 @@ def _wrap_strided_shard_search(propagate: Callable[..., None]) -> Callable[..., 
     def run(strategy: object, op_schema: Any) -> None:
         nonlocal schema, is_needed
         if schema is not op_schema:
-            placements = (each for spec in op_schema.args_spec for each in spec.placements)
+            placements = (entry for spec in op_schema.args_spec for entry in spec.placements)
             schema = op_schema
-            is_needed = any(isinstance(each, _StridedShard) for each in placements)
+            is_needed = any(isinstance(entry, _StridedShard) for entry in placements)
         if is_needed:
             propagate(strategy, op_schema)
 

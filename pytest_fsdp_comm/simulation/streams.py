@@ -404,7 +404,7 @@ def _add_stream_hooks(
         consumers = [c for c, _ in node.next_functions if c and streams[c] is not stream]
         if consumers:
             record = functools.partial(
-                _record_event_for_consumers, stream, [events[each] for each in consumers]
+                _record_event_for_consumers, stream, [events[consumer] for consumer in consumers]
             )
             hooks.callback(node.register_hook(record).remove)
     for node, stream in streams.items():
@@ -484,20 +484,20 @@ def _find_flop_formula(func: OpOverload) -> Callable[..., int] | None:
     return formula or flop_counter.flop_registry.get(packet)
 
 
-def _count_grouped_mm(first: torch.Tensor, second: torch.Tensor, *_: object, **__: object) -> int:
+def _grouped_mm_flops(first: torch.Tensor, second: torch.Tensor, *_: object, **__: object) -> int:
     num_groups = first.shape[0] if first.dim() == second.dim() == len("GMK") else 1
     return int(2 * num_groups * first.shape[-2] * first.shape[-1] * second.shape[-1])
 
 
-def _make_shape_counter(count: Any, num_tensors: int) -> Callable[..., int]:
+def _make_flop_formula(count: Any, num_tensors: int) -> Callable[..., int]:
     return lambda *args, **_: int(count(*(tensor.shape for tensor in args[:num_tensors])))
 
 
 # Operations that torch's registry lacks.
 _CPU_FORMULAS: Final[dict[str, Callable[..., int]]] = {
-    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _count_grouped_mm),
-    _ATTENTION: _make_shape_counter(flop_counter.sdpa_flop_count, 3),
-    f"{_ATTENTION}_backward": _make_shape_counter(flop_counter.sdpa_backward_flop_count, 4),
+    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _grouped_mm_flops),
+    _ATTENTION: _make_flop_formula(flop_counter.sdpa_flop_count, 3),
+    f"{_ATTENTION}_backward": _make_flop_formula(flop_counter.sdpa_backward_flop_count, 4),
 }
 
 _MASKED: Final = "boolean_index"

@@ -252,7 +252,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             op = op._replace(kwargs={**op.kwargs, "device": CPU})
         if op.func is _TO_COPY and requested is not None and requested.type == "cpu":
             requested = None  # torch names the device even if it only changes the dtype
-        custom = _find_custom_function(op.func)
+        custom = _find_custom_op_implementation(op.func)
         if custom and _has_group_name((*op.args, *op.kwargs.values())):
             with self:
                 return custom(*op.args, **op.kwargs)
@@ -292,7 +292,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
                 return self._run_on_known_values(op)
             if func in _SIZED and all(map(is_known, filter(has_integral_dtype, tensors[1:]))):
                 return self._run_with_known_size(func, op.args)
-            return self._assume_read_value(func, op.args)
+            return self._assume_or_refuse_read(func, op.args)
         except UnsupportedOperatorException:
             raise SimulationError(
                 f"{find_call_site()} calls {func.namespace}.{func._opname}, which has no fake "
@@ -471,7 +471,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
             memory.copy_value_into(output, value, is_mirrored=is_shared)
             memory.store_unknown_reason(output, reason)
 
-    def _assume_read_value(self, func: OpOverload, args: Sequence[Any]) -> bool | float:
+    def _assume_or_refuse_read(self, func: OpOverload, args: Sequence[Any]) -> bool | float:
         site, how = find_call_site(), name_of_read(func)
         can_assume = _can_assume_value(func, args)
         if not (self._assumes and can_assume):
@@ -548,7 +548,7 @@ def mark_with_device(tensor: torch.Tensor, device: torch.device) -> None:
     """Mark the storage of a simulated tensor with a device."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     if isinstance(tensor, FakeTensor) and tensor.fake_device.type != "meta":
-        _mark_attributes(tensor)[_MARK] = device
+        _attributes_with_mark(tensor)[_MARK] = device
         SimulatedTensors.has_marks = SimulatedTensors.has_cuda = True
 
 
@@ -557,15 +557,15 @@ def marked_device(tensor: torch.Tensor) -> torch.device | None:
     tensor = getattr(tensor, "_local_tensor", tensor)
     if not isinstance(tensor, FakeTensor):
         return None
-    return _mark_attributes(tensor).get(_MARK)
+    return _attributes_with_mark(tensor).get(_MARK)
 
 
 def remove_device_mark(tensor: torch.Tensor) -> None:
     """Remove the mark of a simulated tensor, which then is on the CPU."""
-    _mark_attributes(tensor).pop(_MARK, None)
+    _attributes_with_mark(tensor).pop(_MARK, None)
 
 
-def _mark_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+def _attributes_with_mark(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that hold a tensor's mark; a sparse tensor has no storage."""
     return memory.storage_attributes(tensor) if tensor.layout is torch.strided else vars(tensor)
 
@@ -621,7 +621,7 @@ def _is_composite(func: object) -> bool:
 
 
 @functools.cache
-def _find_custom_function(func: object) -> Callable[..., object] | None:
+def _find_custom_op_implementation(func: object) -> Callable[..., object] | None:
     """Return a custom operator's real implementation, because the fake one does not communicate."""
     operator = OPDEFS.get(func._schema.name) if isinstance(func, OpOverload) else None
     return operator._init_fn if operator else None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from types import TracebackType
 from typing import Any, Final
 
@@ -37,7 +37,7 @@ _NO_MEMORY: Final = "its data is not allocated yet"
 """Part of the error that c10's TensorImpl raises about missing memory (torch 2.7 to 2.15)."""
 # Use the same mode in all tests, because tensors of module-scoped fixtures outlive a test, and
 # torch cannot mix tensors of two modes.
-_cached_tensors: Final = functools.cache(SimulatedTensors)
+_cached_tensors: Final = cache(SimulatedTensors)
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ def simulate_rank(
         yield
 
 
-@functools.cache
+@cache
 def _register_missing_meta_kernels() -> object:
     """Register meta kernels for collectives that lack one (torch 2.7 to 2.15)."""
     if not torch.ops.c10d.allreduce_.default.has_kernel_for_dispatch_key(_META):
@@ -108,7 +108,7 @@ def _world_patches(tensors: SimulatedTensors, groups: RealGroups | None) -> Iter
     # Disable TorchScript (as PYTORCH_JIT=0 does), because it cannot compile replaced functions.
     yield torch.jit._state._enabled, "enabled", False
     yield torch.utils, "swap_tensors", tensors.swap
-    yield wrap_attribute(threading.Thread, "start", functools.partial(_start_thread, tensors))
+    yield wrap_attribute(threading.Thread, "start", partial(_simulated_thread_start, tensors))
     with contextlib.suppress(ImportError):  # import it now, so that its loaders get patched
         importlib.import_module("torchdata.stateful_dataloader")
     for loader in (DataLoader, *_list_subclasses(DataLoader)):
@@ -121,13 +121,13 @@ def strip_inner_frames(error: FsdpCommError) -> FsdpCommError:
     """Remove torch's and this package's frames from the traceback of a SimulationError."""
     if not isinstance(error, SimulationError):
         return error
-    at, outside = error.__traceback__, []
-    while at is not None:
-        outside += [at] if is_outside_torch(at.tb_frame) else []
-        at = at.tb_next
+    entry, outside = error.__traceback__, []
+    while entry is not None:
+        outside += [entry] if is_outside_torch(entry.tb_frame) else []
+        entry = entry.tb_next
     traceback = None
-    for at in reversed(outside):
-        traceback = TracebackType(traceback, at.tb_frame, at.tb_lasti, at.tb_lineno)
+    for entry in reversed(outside):
+        traceback = TracebackType(traceback, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return error.with_traceback(traceback)
 
 
@@ -142,7 +142,7 @@ def add_memory_remedy(error: RuntimeError) -> None:
         error.add_note(f"fsdp-comm: {remedy}")
 
 
-def _start_thread(
+def _simulated_thread_start(
     tensors: SimulatedTensors, start: Callable[[threading.Thread], None], thread: threading.Thread
 ) -> None:
     """Also simulate tensors in new threads, because torch's modes are thread-local."""
