@@ -162,7 +162,7 @@ def _read_unmanaged_parameter(
 
 
 def _module_path(visit: Visit, index: int) -> str:
-    names = [visit.nodes[at].name for at in (*reversed([*visit.ancestors(index)]), index)]
+    names = [visit.nodes[above].name for above in (*reversed([*visit.ancestors(index)]), index)]
     return ".".join(names[1:]) or ROOT_TEXT
 
 
@@ -225,7 +225,7 @@ def expect_units(model: nn.Module | Sequence[nn.Module], policy: object) -> Wrap
     visit = visit_modules(model)
     tree = capture_tree(model)
     roots = {index for index, node in enumerate(visit.nodes) if node.parent is None}
-    chosen = _apply_wrap_policy(visit, tree.parameters, model, policy) - roots
+    chosen = _select_by_wrap_policy(visit, tree.parameters, model, policy) - roots
     # Several models may be passed in a ModuleDict. Each of them may be a unit, as a root may be.
     roots |= {
         index
@@ -240,7 +240,7 @@ def expect_units(model: nn.Module | Sequence[nn.Module], policy: object) -> Wrap
     )
 
 
-def _apply_wrap_policy(
+def _select_by_wrap_policy(
     visit: Visit, parameters: object, model: nn.Module | Sequence[nn.Module], policy: Any
 ) -> set[int]:
     if isinstance(policy, (set, frozenset)):
@@ -261,10 +261,10 @@ def _apply_wrap_policy(
             "module, recurse and nonwrapped_numel, or a set of module classes), got "
             f"{type(policy).__name__}"
         )
-    return _apply_callable_policy(visit, parameters, policy)
+    return _select_by_callable(visit, parameters, policy)
 
 
-def _apply_callable_policy(visit: Visit, parameters: Any, policy: Callable[..., bool]) -> set[int]:
+def _select_by_callable(visit: Visit, parameters: Any, policy: Callable[..., bool]) -> set[int]:
     """Return the indices of the modules that torch's ``fsdp.wrap._recursive_wrap`` would wrap."""
     numels = [0] * len(visit.nodes)
     for parameter in parameters:

@@ -95,7 +95,7 @@ def _read_fsdp2_group(
     if shard_dim is not None:
         ranks = info.mesh.size(shard_dim)
         for param in group.fsdp_params:
-            itemsize = _gather_dtype(param, group).itemsize
+            itemsize = _dtype_when_gathered(param, group).itemsize
             gathered += param.padded_sharded_param_size.numel() * ranks * itemsize
             # Under tensor parallelism, `_orig_size` covers only this rank's part.
             whole += param._orig_size.numel() * itemsize
@@ -151,7 +151,7 @@ def _read_precision(group: Any) -> Precision:
     policy = policies[0]
     dtype = dtype_name(policy.param_dtype)
     if any(other_policy.param_dtype != policy.param_dtype for other_policy in policies):
-        dtype = join_dtypes(_gather_dtype(param, group) for param in group.fsdp_params)
+        dtype = join_dtypes(_dtype_when_gathered(param, group) for param in group.fsdp_params)
     return Precision(
         param_dtype=dtype,
         reduce_dtype=dtype_name(policy.reduce_dtype),
@@ -165,7 +165,7 @@ def _find_precision_policy(param: torch.Tensor, group: Any) -> Any:
     return getattr(param, "mp_policy", None) or group.mp_policy
 
 
-def _gather_dtype(param: Any, group: object) -> torch.dtype:
+def _dtype_when_gathered(param: Any, group: object) -> torch.dtype:
     original: torch.dtype = param.sharded_param.dtype
     policy = _find_precision_policy(param, group)
     return (policy.param_dtype if original.is_floating_point else None) or original
