@@ -313,7 +313,7 @@ class LaunchedRanks:
                         "WORLD_SIZE"
                     )
                 with contextlib.suppress(TimeoutError):
-                    self._accept_connection(listener.accept()[0], token, joined)
+                    self._admit_or_close(listener.accept()[0], token, joined)
             # The launched processes may run another session, which must not join this one.
             self._store.delete_key(_ADDRESS)
         self._connections = {
@@ -326,7 +326,7 @@ class LaunchedRanks:
         self._hosts = {rank: join.host for rank, join in messages_by_rank.items()}
         return messages_by_rank
 
-    def _accept_connection(
+    def _admit_or_close(
         self,
         accepted: socket.socket,
         token: str,

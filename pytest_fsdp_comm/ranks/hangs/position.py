@@ -62,7 +62,7 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
     raised = _find_reported_exception(frames)
     stack = _make_stack(frames) if raised is None else _raising_frames(raised)
     user, is_recorded = find_innermost_user_frame(stack), not any(map(_is_unrecorded_wait, frames))
-    activity = Activity.COMPARES if any(map(_is_comparing, frames)) else Activity.RUNS
+    activity = Activity.COMPARES if any(map(_is_waiting_in_comparison, frames)) else Activity.RUNS
     return Position(
         site=show_site(user),
         code=show_code(user) if raised is None else "",
@@ -141,14 +141,14 @@ def _is_c10d(frame: FrameType) -> bool:
     return frame.f_code.co_filename.endswith("distributed_c10d.py")
 
 
-def _is_comparing(frame: FrameType) -> bool:
+def _is_waiting_in_comparison(frame: FrameType) -> bool:
     """Return whether a frame waits until other ranks reach the same comparison."""
     return frame.f_code is Exchange._wait_for_text.__code__
 
 
 def _is_unrecorded_wait(frame: FrameType) -> bool:
     """Return whether a frame waits for other ranks in a call that the flight recorder misses."""
-    return _is_comparing(frame) or (_is_c10d(frame) and frame.f_code.co_name in _UNSEEN)
+    return _is_waiting_in_comparison(frame) or (_is_c10d(frame) and frame.f_code.co_name in _UNSEEN)
 
 
 def is_imported(*names: str) -> bool:
@@ -267,7 +267,7 @@ class Watchdog:
         # it, so the main thread has to receive it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            _thread.start_new_thread(self._answer_until_hangup, ())
+            _thread.start_new_thread(self._answer_then_exit_on_hangup, ())
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -277,7 +277,7 @@ class Watchdog:
     def read_position(self, *, with_groups: bool = True) -> Position:
         return read_position(self._began_ns, with_groups=with_groups)
 
-    def _answer_until_hangup(self) -> None:
+    def _answer_then_exit_on_hangup(self) -> None:
         with contextlib.suppress(OSError):  # the supervisor has hung up
             while (question := self._channel.receive()) is not None:
                 try:

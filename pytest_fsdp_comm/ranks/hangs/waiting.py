@@ -108,11 +108,11 @@ def _describe_mismatch(
         for rank, call in calls.items()
     }
     sites = {positions[rank].site for rank, call in calls.items() if call.is_last} - {""}
-    at = f" at {min(sites)}" if len(sites) == 1 else ""
+    place = f" at {min(sites)}" if len(sites) == 1 else ""
     (first, text), *others = group_rarest_texts_first(sent, "in {count} other ways")
     parts = [f"{name_ranks(ranks)} {text}" for ranks, text in others]
     start = ", ".join([f"{name_ranks(first)} {called} {text}", *parts])
-    return f"{start}: mismatch in {collective}{at}"
+    return f"{start}: mismatch in {collective}{place}"
 
 
 def format_stacks(stacks: Mapping[int, str], title: str) -> list[str]:
@@ -191,14 +191,14 @@ def _describe_activity(position: Position | None) -> str:
     if position is None:
         return "{is} dead"
     site = append_code(position.site, position.code)
-    at = f" at {site}" if site else ""
+    place = f" at {site}" if site else ""
     return {
-        Activity.RUNS: f"{{is}}{at}" if at else "{is} outside the test's code",
-        Activity.REPORTS: f"failed{at}",
+        Activity.RUNS: f"{{is}}{place}" if place else "{is} outside the test's code",
+        Activity.REPORTS: f"failed{place}",
         Activity.COMPARES: f"{{waits}} until all ranks reach {site or 'a comparison'}",
         Activity.HAS_ENDED: "{has} finished the test",
-        Activity.HOLDS_GIL: f"{{holds}} the GIL{at}",
-        Activity.STARTS: f"{{is}} still importing or collecting{at}",
+        Activity.HOLDS_GIL: f"{{holds}} the GIL{place}",
+        Activity.STARTS: f"{{is}} still importing or collecting{place}",
         Activity.SILENT: "{does} not respond",
     }[position.activity]
 
@@ -234,7 +234,7 @@ def _merge_positions_by_group(positions: _Positions) -> Iterator[_Group]:
             label=_label_group(group, [other for other in groups if other.axis == group.axis]),
             ranks=group.ranks or sorted(by_rank),
             calls={
-                rank: {call.seq: call for call in at.collectives} for rank, at in by_rank.items()
+                rank: {call.seq: call for call in by_rank[rank].collectives} for rank in by_rank
             },
         )
 
@@ -262,7 +262,7 @@ def _find_stalls(positions: _Positions) -> Iterator[_Stall]:
         if waiting:
             seq = min(waiting)[0]
             yield _make_stall(
-                group, seq, sorted(rank for at, rank in waiting if at == seq), positions
+                group, seq, sorted(rank for number, rank in waiting if number == seq), positions
             )
 
 
@@ -272,9 +272,9 @@ def _make_stall(group: _Group, seq: int, inside: Sequence[int], positions: _Posi
     waiting = {}
     for rank in inside:
         call, module, site = calls[rank], positions[rank].module, positions[rank].site
-        owner, at = f" for {module}" if module else "", f" at {site}" if site else ""
+        owner, place = f" for {module}" if module else "", f" at {site}" if site else ""
         size = show_nbytes(call.nbytes)
-        waiting[rank] = f"{{waits}} in {call.kind} {collective}{owner} ({size}){at}"
+        waiting[rank] = f"{{waits}} in {call.kind} {collective}{owner} ({size}){place}"
     difference = _describe_call_difference(collective, calls)
     elsewhere = [rank for rank in group.ranks if rank not in waiting]
     never = frozenset(rank for rank in elsewhere if rank not in calls)

@@ -88,7 +88,7 @@ class RankTemplate:
         processes.redirect_output(spec, rank)
         # pytest made faulthandler dump to the terminal, where it would garble the progress line.
         faulthandler.enable(file=2)
-        _dump_stack_on_signal(spec, rank)
+        _install_stack_dumper(spec, rank)
         process_group.set_environment(spec, rank, launched)
         processes.put_sockets_below(spec.directory)
         basetemp = spec.basetemp / f"rank{rank}-{spec.directory.name}"
@@ -139,7 +139,7 @@ class RankTemplate:
                 # Launched ranks are not killed after a failure, so this rank has to leave the
                 # group; otherwise its peers would keep waiting for it.
                 self._plugin.leave_group()
-            command = _send_and_await_command(channel, ended)
+            command = _report_end_and_await_command(channel, ended)
             number += 1
         if isinstance(command, messages.EndTests):
             self._plugin.end_tests(item)
@@ -148,7 +148,7 @@ class RankTemplate:
             else:
                 self._run_exit_functions(item)
             # Report the end, then wait until the supervisor ends this process.
-            command = _send_and_await_command(channel, messages.TestsEnded())
+            command = _report_end_and_await_command(channel, messages.TestsEnded())
         return command
 
     def _run_exit_functions(self, item: pytest.Item) -> None:
@@ -157,7 +157,7 @@ class RankTemplate:
         processes.run_finalizers()
 
 
-def _send_and_await_command(
+def _report_end_and_await_command(
     channel: Channel[messages.RankCommand], ended: messages.TestEnded | messages.TestsEnded
 ) -> messages.RankCommand | None:
     save_coverage()
@@ -231,7 +231,7 @@ def _get_parallel_coverage() -> Any:
     return current if current is not None and current.get_option("run:parallel") else None
 
 
-def _dump_stack_on_signal(spec: messages.RankSetSpec, rank: int) -> None:
+def _install_stack_dumper(spec: messages.RankSetSpec, rank: int) -> None:
     # The handler is C code with a separate stack, so it works even while other code holds the GIL.
     # It dumps only the thread that receives the signal, because dumping all threads while they run
     # has crashed (CPython 116008, 131580).
@@ -242,7 +242,7 @@ def _dump_stack_on_signal(spec: messages.RankSetSpec, rank: int) -> None:
 def prepare_spawned_rank() -> None:
     """Let this spawned rank tell where it is, even while it imports a conftest.py."""
     rank = int(os.environ[RANK_VARIABLE].split()[0])
-    _dump_stack_on_signal(_read_spec(), rank)
+    _install_stack_dumper(_read_spec(), rank)
 
 
 def select_own_test(config: pytest.Config) -> None:

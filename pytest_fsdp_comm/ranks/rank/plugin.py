@@ -45,7 +45,7 @@ def _make_phase_hook(when: str) -> object:
     def hook(self: RankPlugin, item: pytest.Item) -> Generator[None, object, object]:
         __tracebackhide__ = True
         with (
-            self._collect_phase_output(item, when),
+            self._collect_output_and_end_forks(item, when),
             private_names("a class or module that a rank reads"),
         ):
             try:
@@ -98,15 +98,15 @@ class RankPlugin:
         """Run the test; then report exceptions from finalizers and threads as a failed teardown."""
         with self._simulation:
             handled = yield
-        self._report_errors_as_teardown(item, partial(processes.raise_lost_exceptions, item))
+        self._run_as_teardown(item, partial(processes.raise_lost_exceptions, item))
         return handled
 
-    def _report_errors_as_teardown(self, item: pytest.Item, end: Callable[[], None]) -> None:
+    def _run_as_teardown(self, item: pytest.Item, end: Callable[[], None]) -> None:
         """Call `end` after the test's teardown; if it raises, report that as a failed teardown."""
 
         def run() -> None:
             __tracebackhide__ = True
-            with self._collect_phase_output(item, "teardown"):
+            with self._collect_output_and_end_forks(item, "teardown"):
                 end()
 
         call = pytest.CallInfo.from_call(run, when="teardown")
@@ -118,8 +118,8 @@ class RankPlugin:
         """Tear down all fixtures, because no other test will run; report failures for `item`."""
         # Pass None to tear down all fixtures, as pytest does at the end of a session.
         tear_down = item.session._setupstate.teardown_exact  # noqa: SLF001
-        self._report_errors_as_teardown(item, partial(tear_down, None))
-        self._report_errors_as_teardown(item, partial(processes.raise_lost_exceptions, item))
+        self._run_as_teardown(item, partial(tear_down, None))
+        self._run_as_teardown(item, partial(processes.raise_lost_exceptions, item))
 
     def run_exit_functions(self, item: pytest.Item) -> None:
         """Run the functions that the rank registered with `atexit`; warn about their exceptions."""
@@ -208,7 +208,7 @@ class RankPlugin:
     pytest_runtest_teardown = _make_phase_hook("teardown")
 
     @contextlib.contextmanager
-    def _collect_phase_output(self, item: pytest.Item, when: str) -> Iterator[None]:
+    def _collect_output_and_end_forks(self, item: pytest.Item, when: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -343,20 +343,20 @@ class _Log:
         self._parts: list[list[tuple[int, int]]] = [[]]
 
     def begin_subtest(self) -> None:
-        self._add_new_part()
+        self._note_newly_written_bytes()
         self._parts.append([])
 
     def end_subtest(self) -> str:
-        self._add_new_part()
+        self._note_newly_written_bytes()
         return read_log_parts(self._file.fileno(), self._parts.pop())
 
     def end_phase(self) -> str:
-        self._add_new_part()
+        self._note_newly_written_bytes()
         parts, self._parts = [*itertools.chain(*self._parts)], [[]]
         self.nbytes_reported = self._nbytes_seen
         return read_log_parts(self._file.fileno(), parts)
 
-    def _add_new_part(self) -> None:
+    def _note_newly_written_bytes(self) -> None:
         with contextlib.suppress(ValueError, OSError, AttributeError):
             getattr(sys, self.name).flush()
         end = os.fstat(self._file.fileno()).st_size

@@ -198,7 +198,7 @@ def skip_rendezvous(rank: int, world_size: int) -> Iterator[None]:
 
     from pytest_fsdp_comm.recording.patches import patch_attributes  # noqa: PLC0415  # loads torch
 
-    make_store = _look_up_fake_store()
+    make_store = _import_fake_store_class()
 
     def rendezvous(_: str, own: int = -1, size: int = -1, **__: object) -> Iterator[Any]:
         yield make_store(), own if own >= 0 else rank, size if size > 0 else world_size
@@ -220,13 +220,13 @@ def join_fake_group(rank: int, world_size: int) -> None:
     """Create a process group with torch's fake backend, which transfers no data."""
     import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
 
-    make_store = _look_up_fake_store()
+    make_store = _import_fake_store_class()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dist.init_process_group("fake", store=make_store(), rank=rank, world_size=world_size)
 
 
-def _look_up_fake_store() -> Any:
+def _import_fake_store_class() -> Any:
     # Importing this private module registers the "fake" backend, torch's only backend that works
     # with a single process (checked in 2.9, 2.11, 2.13, 2.15).
     name = "torch.testing._internal.distributed.fake_pg"

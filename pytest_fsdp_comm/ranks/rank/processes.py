@@ -162,7 +162,7 @@ _Generator: TypeAlias = "tuple[Callable[[], Any], Callable[[Any], object], Calla
 """Functions to read, restore and seed a library's global generator."""
 
 
-def _generators() -> tuple[_Generator, _Generator | None, _Generator]:
+def _random_generators() -> tuple[_Generator, _Generator | None, _Generator]:
     """Return the generators of Python, numpy (None if it is not loaded) and torch."""
     import torch  # noqa: PLC0415  # not in the pytest process
 
@@ -176,12 +176,12 @@ def _generators() -> tuple[_Generator, _Generator | None, _Generator]:
 
 def read_random_states() -> list[object]:
     """Return the global random states of this process; None for a library that is not loaded."""
-    return [generator and generator[0]() for generator in _generators()]
+    return [generator and generator[0]() for generator in _random_generators()]
 
 
 def restore_random_states(states: Sequence[object]) -> None:
     """Restore the random states that `read_random_states` returned."""
-    for generator, state in zip(_generators(), states, strict=True):
+    for generator, state in zip(_random_generators(), states, strict=True):
         if generator is not None and state is not None:
             generator[1](state)
 
@@ -194,6 +194,6 @@ def equalize_random_states(exchange: Exchange) -> None:
     ]
     digests = " ".join(hashlib.sha256(repr(state).encode()).hexdigest() for state in states)
     by_rank = [text.split() for text in exchange.share("random", digests)]
-    for generator, by_library in zip(_generators(), zip(*by_rank, strict=True), strict=True):
+    for generator, by_library in zip(_random_generators(), zip(*by_rank, strict=True), strict=True):
         if generator is not None and len(set(by_library)) > 1:
             generator[2](int(by_library[0], 16) % _LARGEST_SEED)

@@ -83,7 +83,7 @@ class RankRunner:
         self._launched = launched
         self._directory = _make_session_directory()
         # The directory of the slots that xdist workers share; None without xdist.
-        self._shared_slots = _find_slots_directory(session.config)
+        self._shared_slots = _find_shared_slots_directory(session.config)
         self._indices = {item: index for index, item in enumerate(session.items)}
         self._server: RankServer | None = None
         self._terminal: tuple[int, ...] = ()
@@ -182,13 +182,13 @@ class RankRunner:
     ) -> list[pytest.TestReport]:
         results = self._run_until_ranks_suffice(item, nextitem)
         load = partial(item.config.hook.pytest_report_from_serializable, config=item.config)
-        reports = merge_reports(item, results, load, limit=_limit_of(item)[1])
+        reports = merge_reports(item, results, load, limit=_time_limit_of(item)[1])
         _replay_warnings(item.config, results.values())
         exits = {rank: r.session_exit for rank, r in results.items() if r.session_exit}
         if exits:
             _exit_session(item, exits, reports)
             return reports
-        self._merge_extensions(item, results, reports)
+        self._merge_payloads_or_fail_test(item, results, reports)
         merge_user_properties(reports, results)
         return reports
 
@@ -258,7 +258,7 @@ class RankRunner:
                     with keep_foreground(self._terminal):
                         results = ranks.run(
                             started_at=started_at,
-                            timeout_s=_limit_of(item)[0],
+                            timeout_s=_time_limit_of(item)[0],
                             progress_after_s=item.config.stash[OPTIONS].progress_s,
                             nodeid=item.nodeid,
                         )
@@ -268,10 +268,10 @@ class RankRunner:
             except (ServerDiedError, _NotStartedError) as error:
                 died = error
             if died is not None:
-                # `_recover_from_lost_ranks` forks a new server, so call it outside the handler.
-                # Otherwise, each exception in that server's ranks would have this exception as its
-                # context.
-                results = self._recover_from_lost_ranks(item, died, began_at)
+                # `_clean_up_and_report_lost_ranks` forks a new server, so call it outside the
+                # handler. Otherwise, each exception in that server's ranks would have this
+                # exception as its context.
+                results = self._clean_up_and_report_lost_ranks(item, died, began_at)
             supervision, settings = self._supervision, item.stash[SETTINGS]
             keeps = (
                 settings.scope == "module"
@@ -337,7 +337,7 @@ class RankRunner:
             raise _NotStartedError(str(error)) from None
         return self._supervision
 
-    def _recover_from_lost_ranks(
+    def _clean_up_and_report_lost_ranks(
         self, item: pytest.Item, error: ServerDiedError | _NotStartedError, began_at: float
     ) -> dict[int, RankResult]:
         self._end_ranks()
@@ -393,7 +393,7 @@ class RankRunner:
             )
             self._problems += problems if is_hurried else [*problems, *unended]
 
-    def _merge_extensions(
+    def _merge_payloads_or_fail_test(
         self, item: pytest.Item, results: Mapping[int, RankResult], reports: list[pytest.TestReport]
     ) -> None:
         """Pass all ranks' payloads to the extensions; fail the test if they return problems."""
@@ -485,7 +485,7 @@ def _show_remark(config: pytest.Config, text: str) -> None:
         reporter.write_line(text, yellow=True)
 
 
-def _limit_of(item: pytest.Item) -> tuple[float, str]:
+def _time_limit_of(item: pytest.Item) -> tuple[float, str]:
     """Return the test's time limit in seconds and in words."""
     ours, theirs = item.stash[SETTINGS].timeout_s, item.stash.get(PLUGIN_TIMEOUT_S, math.inf)
     return min(ours, theirs), f"{ours:g} s" if ours <= theirs else f"{theirs:g} s (pytest-timeout)"
@@ -505,7 +505,7 @@ def _list_echoed_streams(config: pytest.Config) -> tuple[str, ...]:
     )
 
 
-def _find_slots_directory(config: pytest.Config) -> Path | None:
+def _find_shared_slots_directory(config: pytest.Config) -> Path | None:
     run = getattr(config, "workerinput", {}).get("testrunuid")
     if run is None:
         return None

@@ -185,7 +185,7 @@ class Supervision:
                 self._show_progress(nodeid, after_s, limit_s, is_starting=is_starting)
                 shows_after_s = 2 * after_s
             self._process_events(min(_POLL_S, max(deadline - now, 0.001)))
-        self._complete_results()
+        self._finish_test()
         return dict(self._results)
 
     def _is_any_rank_reporting(self) -> bool:
@@ -198,7 +198,7 @@ class Supervision:
             self._process_events(_POLL_S)
         return False
 
-    def _complete_results(self) -> None:
+    def _finish_test(self) -> None:
         results = self._results.values()
         # The report compares the last calls of failed ranks, so ask where the ranks are, unless
         # `_mark_running_as_stopped` has asked already.
@@ -216,7 +216,7 @@ class Supervision:
         )
         if not self.is_reusable:
             # Tear down kept fixtures now, so that this test's report includes their failures.
-            self._end_tests()
+            self._tear_down_kept_fixtures()
         self._read_unreported_output()
 
     def can_run(self, item_index: int) -> bool:
@@ -226,7 +226,7 @@ class Supervision:
 
     def end(self, within_s: float) -> tuple[list[str], list[str]]:
         """Kill the ranks; describe failed teardowns of kept fixtures, and ranks that survived."""
-        problems = self._find_late_teardown_problems()
+        problems = self._tear_down_and_list_problems()
         try:
             done = {rank for rank, result in self._results.items() if result.is_done}
             unended = self.server.end_ranks(
@@ -245,12 +245,12 @@ class Supervision:
             for rank, pid in unended.items()
         ]
 
-    def _find_late_teardown_problems(self) -> list[str]:
+    def _tear_down_and_list_problems(self) -> list[str]:
         """Tear down the fixtures that ranks kept for the next test, and describe the failures."""
         # pytest has logged the reports of the last test, so drop these, and collect new reports.
         results = self._results.items()
         self._results = {rank: replace(result, reports=()) for rank, result in results}
-        self._end_tests()
+        self._tear_down_kept_fixtures()
         late = {
             rank: _read_failure_message(report)
             for rank, result in self._results.items()
@@ -263,7 +263,7 @@ class Supervision:
             for ranks, text in group_ranks_by_text(late)
         ]
 
-    def _end_tests(self) -> None:
+    def _tear_down_kept_fixtures(self) -> None:
         """Give ranks a second to tear down the fixtures that they kept for the next test."""
         if self._next_test.is_none:
             return
@@ -286,7 +286,7 @@ class Supervision:
         events = self._selector.select(timeout_s)
         for key, _ in events:
             if key.data is not None:
-                self._read_message(key.data)
+                self._read_and_apply_message(key.data)
         # Also check after each timeout, because launched ranks never make `server` readable.
         if not events or any(key.fileobj is self.server for key, _ in events):
             self._note_ended_ranks()
@@ -311,9 +311,9 @@ class Supervision:
         for _ in range(_DRAINED_MESSAGES):
             if channel.is_closed or not channel.connection.poll(0):
                 break
-            self._read_message(rank)
+            self._read_and_apply_message(rank)
 
-    def _read_message(self, rank: int) -> None:
+    def _read_and_apply_message(self, rank: int) -> None:
         channel = self._channels[rank]
         try:
             message = channel.receive()
@@ -384,7 +384,7 @@ class Supervision:
         silent = [rank for rank in running if rank not in positions]
         able = [rank for rank, result in results.items() if rank in positions or result.is_done]
         positions |= self._ask_positions(able, within_s=_GROUPS_S, with_groups=True)
-        positions |= self._dump_stacks(silent)
+        positions |= self._locate_silent_ranks(silent)
         for rank, position in positions.items():
             results[rank].position = position
             if self._is_collecting(rank):
@@ -395,7 +395,7 @@ class Supervision:
         result = self._results[rank]
         return self._are_spawned and result.is_starting and not result.is_over
 
-    def _dump_stacks(self, silent: Collection[int]) -> dict[int, Position]:
+    def _locate_silent_ranks(self, silent: Collection[int]) -> dict[int, Position]:
         """Locate ranks whose watchdog does not answer; see Note [Locating ranks]."""
         for rank in silent:
             if rank in self.server.pids and rank not in self.server.exit_statuses():
@@ -413,7 +413,7 @@ class Supervision:
                 activity=Activity.HOLDS_GIL if frames else Activity.SILENT,
             )
         late = self._ask_positions(silent, with_groups=True)
-        return dumped | {rank: at for rank, at in late.items() if at.site == dumped[rank].site}
+        return dumped | {rank: late[rank] for rank in late if late[rank].site == dumped[rank].site}
 
     def _ask_positions(
         self, ranks: Collection[int], *, within_s: float = _ANSWER_S, with_groups: bool = False

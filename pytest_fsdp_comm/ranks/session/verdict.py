@@ -285,9 +285,9 @@ def _merge_subtest(on_ranks: Mapping[int, _Subtest], others: Collection[int]) ->
         unfailed = {rank: outcomes[rank] for rank, report in reports.items() if not report.failed}
         lines += _describe_unfailed_ranks(unfailed, skipped="skipped this subtest")
         lines += prefix_texts_with_ranks(dict.fromkeys(others, "did not finish this subtest"))
-        report = _append_ranks(
+        report = _append_summary(
             failures[0].report,
-            _list_ranks_that_failed_alike(failures),
+            _list_ranks_failing_like_first(failures),
             "\n".join(lines),
             rank_count=len(on_ranks),
             is_first=len(failures) > 1,
@@ -418,8 +418,8 @@ def _format_running_stacks(
     ranks: _Ranks, running: Collection[int], titles: tuple[str, str]
 ) -> list[str]:
     """List the stacks of ranks that are importing or collecting, then those of the other ranks."""
-    at = {rank: ranks[rank].result.position for rank in running}
-    starting = [rank for rank, each in at.items() if each and each.activity is Activity.STARTS]
+    positions = [(rank, ranks[rank].result.position) for rank in running]
+    starting = [rank for rank, place in positions if place and place.activity is Activity.STARTS]
     begun = [rank for rank in running if rank not in starting]
     return _format_stacks(ranks, starting, titles[1]) + _format_stacks(ranks, begun, titles[0])
 
@@ -445,8 +445,8 @@ def _list_stopped_ranks(ranks: _Ranks, why: Stopped) -> list[int]:
 
 
 def _format_stacks(ranks: _Ranks, listed: Iterable[int], title: str) -> list[str]:
-    positions = {rank: ranks[rank].result.position for rank in listed}
-    stacks = {rank: "\n".join(at.stack) if at else "" for rank, at in positions.items()}
+    positions = [(rank, ranks[rank].result.position) for rank in listed]
+    stacks = {rank: "\n".join(place.stack) if place else "" for rank, place in positions}
     return format_stacks(stacks, title)
 
 
@@ -464,17 +464,17 @@ def _make_failure_report(
 ) -> pytest.TestReport:
     """Return the report of a failed phase: the first failure, then a summary of the other ranks."""
     first = failures[0]
-    failing = _list_ranks_that_failed_alike(failures)
+    failing = _list_ranks_failing_like_first(failures)
     others = _describe_other_ranks(failures, ranks)
     mismatch = ""
     if first.is_echo:
-        at = {rank: ran.result.position for rank, ran in ranks.items() if ran.result.position}
-        mismatch = explain_mismatch(at, {failure.rank for failure in failures if failure.is_echo})
+        known = {rank: ran.result.position for rank, ran in ranks.items() if ran.result.position}
+        mismatch = explain_mismatch(known, {other.rank for other in failures if other.is_echo})
     if first.report is not None and not mismatch:
         is_first = all(failure.report and failure.at >= first.at for failure in failures)
         is_first &= len(failures) > 1 or bool(_list_stopped_ranks(ranks, Stopped.AFTER_FAILURE))
         count = len(ranks)
-        return _append_ranks(first.report, failing, others, rank_count=count, is_first=is_first)
+        return _append_summary(first.report, failing, others, rank_count=count, is_first=is_first)
     text = first.text if first.report is None else f"failed: {first.text}"
     if len(failing) > 1 and text.startswith("was "):
         text = f"were {text.removeprefix('was ')}"
@@ -482,12 +482,12 @@ def _make_failure_report(
     died = [rank for rank, ran in ranks.items() if ran.result.status and ran.result.position]
     died_at = "\n".join(_format_stacks(ranks, died, _WAS_AT))
     lines = [mismatch, f"{name_ranks(failing)} {text}", others, died_at, raised]
-    report = _make_report_from_text(item, first.when, "\n".join(filter(None, lines)))
+    report = _make_failed_report_from_text(item, first.when, "\n".join(filter(None, lines)))
     vars(report)[HANGS_AT] = first.hangs_at
     return report
 
 
-def _append_ranks(
+def _append_summary(
     report: pytest.TestReport,
     failing: Sequence[int],
     others: str,
@@ -511,7 +511,7 @@ def _append_ranks(
     return report
 
 
-def _list_ranks_that_failed_alike(failures: Sequence[_Failure]) -> list[int]:
+def _list_ranks_failing_like_first(failures: Sequence[_Failure]) -> list[int]:
     return [failure.rank for failure in failures if failure.text == failures[0].text]
 
 
@@ -521,8 +521,8 @@ def _describe_other_ranks(failures: Sequence[_Failure], ranks: _Ranks) -> str:
     failed = {failure.rank for failure in failures}
     lines = _describe_other_failures(failures)
     stopped = _list_stopped_ranks(ranks, Stopped.AFTER_FAILURE)
-    at = {rank: ranks[rank].result.position or Position(site="") for rank in stopped}
-    reporting = [rank for rank in stopped if at[rank].activity is Activity.REPORTS]
+    positions = {rank: ranks[rank].result.position or Position(site="") for rank in stopped}
+    reporting = [rank for rank in stopped if positions[rank].activity is Activity.REPORTS]
     running = [rank for rank in stopped if rank not in reporting]
     lines += _format_running_stacks(ranks, running, _WAS_RUNNING)
     lines += _format_stacks(ranks, reporting, _WAS_REPORTING)
@@ -583,7 +583,7 @@ def _fail_if_outcomes_differ(
     if setup := merged.get("setup"):
         setup.outcome = "passed"
         setup.longrepr = None
-    failed = _make_report_from_text(item, "call", _describe_disagreement(outcomes))
+    failed = _make_failed_report_from_text(item, "call", _describe_disagreement(outcomes))
     merged["call"] = _set_sections_and_duration(failed, [*merged.values()], sections)
 
 
@@ -658,7 +658,7 @@ def _set_sections_and_duration(
     return report
 
 
-def _make_report_from_text(item: pytest.Item, when: When, text: str) -> pytest.TestReport:
+def _make_failed_report_from_text(item: pytest.Item, when: When, text: str) -> pytest.TestReport:
     return pytest.TestReport(
         nodeid=item.nodeid,
         location=item.location,

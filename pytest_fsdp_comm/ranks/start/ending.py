@@ -74,7 +74,7 @@ def kill_children(spared: Iterable[int], *, within_s: float) -> set[int]:
         remaining = set(_list_child_pids(getpid())) - spared
         if not remaining:
             break
-        cleaning = {pid for pid in remaining if _is_cleaner(pid)}
+        cleaning = {pid for pid in remaining if _is_resource_cleaner(pid)}
         if cleaning == remaining and time.monotonic() < cleaned_by:
             until = max(until, cleaned_by + within_s)
         else:
@@ -85,7 +85,7 @@ def kill_children(spared: Iterable[int], *, within_s: float) -> set[int]:
     return remaining
 
 
-def _is_cleaner(pid: int) -> bool:
+def _is_resource_cleaner(pid: int) -> bool:
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

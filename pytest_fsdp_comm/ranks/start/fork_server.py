@@ -156,11 +156,11 @@ class _Server:
                     case messages.StartRank():
                         self._start_rank(request.rank)
                     case messages.EndSet():
-                        unended = self._end_set(within_s=request.within_s)
+                        unended = self._end_rank_set(within_s=request.within_s)
                         self._channel.send(messages.SetEnded(unended=unended))
 
     def kill_all(self) -> None:
-        self._end_set(within_s=ending.PATIENCE_S)
+        self._end_rank_set(within_s=ending.PATIENCE_S)
         ending.kill_children(self._unended, within_s=self._patience_s())
 
     def _patience_s(self) -> float:
@@ -177,7 +177,7 @@ class _Server:
         descriptors = (ends[0], ends[1])
         pid = processes.fork_quietly()
         if pid == 0:
-            self._run_forked(partial(self._run_rank, rank_set.spec, rank, descriptors))
+            self._run_in_forked_child(partial(self._run_rank, rank_set.spec, rank, descriptors))
         # The child makes the same call, so the group exists regardless of which process runs first.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
@@ -188,7 +188,7 @@ class _Server:
         if len(rank_set.groups) == len(rank_set.spec.settings.ranks):
             self._channel.send(messages.SetStarted(pids=dict(rank_set.groups)))
 
-    def _run_forked(self, run: Callable[[], NoReturn]) -> NoReturn:
+    def _run_in_forked_child(self, run: Callable[[], NoReturn]) -> NoReturn:
         try:
             ending.end_with_parent(self._pid)
             os.setpgid(0, 0)
@@ -216,7 +216,7 @@ class _Server:
                     messages.RankExited(rank=rank, status=os.waitstatus_to_exitcode(status))
                 )
 
-    def _end_set(self, *, within_s: float) -> dict[int, int]:
+    def _end_rank_set(self, *, within_s: float) -> dict[int, int]:
         """Kill ranks and descendants; return pids that remain. See Note [Ending a process tree]."""
         rank_set, self._set = self._set, None
         if rank_set is None:

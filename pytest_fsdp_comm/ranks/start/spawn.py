@@ -57,7 +57,7 @@ _THREADS_END_WITHIN_S = 2.0
 def find_reason_not_to_fork() -> str:
     """End OpenMP's threads, then return why a fork is still unsafe; "" if it is safe."""
     _end_openmp_threads()
-    threads = [thread for thread in threading.enumerate() if not _is_harmless(thread)]
+    threads = [thread for thread in threading.enumerate() if not _is_harmless_thread(thread)]
     if threads:
         names = ", ".join(repr(thread.name) for thread in threads)
         return f"threads have been running since collection: {names}"
@@ -140,7 +140,7 @@ def _end_openmp_threads() -> None:
             ctypes.CDLL(library).omp_pause_resource_all(_OMP_PAUSE_HARD)
 
 
-def _is_harmless(thread: threading.Thread) -> bool:
+def _is_harmless_thread(thread: threading.Thread) -> bool:
     if thread is threading.main_thread() or thread is threading.current_thread():
         return True
     run: Any = getattr(thread, "_target", None) or type(thread).run

@@ -140,8 +140,8 @@ def test_child_without_a_command_yet_gets_time():
     child = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert not Path(f"/proc/{child.pid}/cmdline").read_bytes()
-    assert ending._is_cleaner(child.pid)
-    assert not ending._is_cleaner(os.getpid())
+    assert ending._is_resource_cleaner(child.pid)
+    assert not ending._is_resource_cleaner(os.getpid())
     assert child.wait() == 0
 
 
