@@ -48,14 +48,14 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 def natural_key(fqn: str) -> NaturalKey:
     """Return a key that sorts parents before children, and ``layers.2`` before ``layers.10``."""
     segments = tuple(
-        tuple(_natural_part(part) for part in _DIGITS.split(segment) if part)
+        tuple(_natural_key_of_part(part) for part in _DIGITS.split(segment) if part)
         for segment in fqn.split(".")
         if fqn
     )
     return segments, fqn
 
 
-def _natural_part(part: str) -> _NaturalPart:
+def _natural_key_of_part(part: str) -> _NaturalPart:
     if not _DIGITS.fullmatch(part):
         return (True, 0, part)
     # Compare by length, then as text, because int() rejects more than 4300 digits.
@@ -116,7 +116,7 @@ def fold_fqns(fqns: Iterable[str]) -> tuple[str, ...]:
     # and `layers.3.experts.{0..3}`.
     by_words: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for fqn in dict.fromkeys(fqns):
-        words, numbers = _split_numbers(fqn)
+        words, numbers = _split_words_and_numbers(fqn)
         by_words.setdefault(words, []).append(numbers)
     folded = [
         (
@@ -124,7 +124,7 @@ def fold_fqns(fqns: Iterable[str]) -> tuple[str, ...]:
             _write_pattern(words, box),
         )
         for words, points in by_words.items()
-        for box in _fold_points(points)
+        for box in _merge_points_to_boxes(points)
     ]
     return tuple(pattern for _, pattern in sorted(folded, key=lambda entry: entry[0]))
 
@@ -156,7 +156,7 @@ def name_containers(names: Sequence[str], *, most: int, noun: str) -> str:
     return f"{len(names)} {noun} {where}"
 
 
-def _split_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _split_words_and_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Split an FQN into its numbers and the text around them."""
     words = [""]
     numbers: list[int] = []
@@ -169,7 +169,7 @@ def _split_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return tuple(words), tuple(numbers)
 
 
-def _fold_points(points: Sequence[tuple[int, ...]]) -> list[Box]:
+def _merge_points_to_boxes(points: Sequence[tuple[int, ...]]) -> list[Box]:
     """Merge points into boxes, innermost number first; a point holds the numbers of one FQN."""
     boxes: list[Box] = [tuple((number,) for number in point) for point in points]
     for axis in reversed(range(len(points[0]))):

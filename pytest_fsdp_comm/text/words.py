@@ -139,8 +139,8 @@ def show_nbytes_change(old: int, new: int, unsized: tuple[int, int] = (0, 0)) ->
 def show_nbytes_of(part: int, whole: int) -> str:
     """Format a part of some bytes, rounded as in `show_nbytes`: ``3.1 of 51.3 GiB``."""
     amount, _, unit = show_nbytes(part).partition(" ")
-    shown = show_nbytes(whole)
-    return f"{amount if shown.endswith(f' {unit}') else f'{amount} {unit}'} of {shown}"
+    total = show_nbytes(whole)
+    return f"{amount if total.endswith(f' {unit}') else f'{amount} {unit}'} of {total}"
 
 
 def hide_amounts(line: str) -> str:
