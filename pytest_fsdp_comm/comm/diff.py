@@ -108,7 +108,7 @@ class Comparison:
     def new_calls(self, step: Replaced, owner: str | None, key: RowKey) -> NewCalls:
         """Find the lines that issued the calls that a step adds to these rows of the owner."""
         rows = step.rows[owner]
-        return _find_new_calls(
+        return _find_new_call_sites(
             owner,
             step.old_rows[owner].get(key, ()),
             rows[key],
@@ -117,7 +117,7 @@ class Comparison:
         )
 
 
-def _is_covered_by_training(training: Iterable[TrainingChange | Step], change: Change) -> bool:
+def _is_covered_by_problem(training: Iterable[TrainingChange | Step], change: Change) -> bool:
     """Whether the report of one training problem already covers all rows of a remaining change."""
     rows = (*change.before, *change.after)
     return any(
@@ -189,7 +189,7 @@ def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None
         explanation=explanation,
         remaining=(
             *frames,
-            *(item for item in remaining if not _is_covered_by_training(of_gradients, item)),
+            *(item for item in remaining if not _is_covered_by_problem(of_gradients, item)),
         ),
         causes=causes,
         training=training,
@@ -286,7 +286,7 @@ def _compare_rows(
             what=str(key),
             before=was,
             after=now,
-            new_calls=_find_new_calls(owner, was, now, recorded.get((owner, key), ())),
+            new_calls=_find_new_call_sites(owner, was, now, recorded.get((owner, key), ())),
         )
         # Merge changes that differ only in their owner.
         amounts = (tuple((row.calls, row.ranks) for row in rows) for rows in (was, now))
@@ -303,7 +303,7 @@ def _compare_rows(
         )
 
 
-def _find_new_calls(
+def _find_new_call_sites(
     owner: str | None, was: _Rows, now: _Rows, recorded: _Rows, *, is_of_dtensors: bool = False
 ) -> NewCalls:
     """Find the lines that issued new calls. Snapshots store no lines, so compare call fields."""

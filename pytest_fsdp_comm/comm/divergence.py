@@ -115,14 +115,14 @@ class Divergence:
 def list_calls(recording: Recording) -> RankCalls:
     """Return the calls of a recording that are compared with those of other ranks."""
     calls = tuple(
-        _make_call(event)
+        _make_comparable_call(event)
         for event in recording.collectives
         if event.kind in _COMPARED and event.group_size > 1 and not event.is_unordered
     )
     return RankCalls(axes=recording.mesh_axes, calls=calls)
 
 
-def _make_call(event: Collective) -> Call:
+def _make_comparable_call(event: Collective) -> Call:
     nbytes = event.nbytes
     if event.kind == "all_to_all":
         nbytes = 0
@@ -158,7 +158,7 @@ def find_divergence(calls: Mapping[int, RankCalls]) -> Divergence | None:
     # Ranks with equal calls do not differ in any group, whatever their groups are.
     if len({id(of_rank) for of_rank in calls.values()}) <= 1:
         return None
-    groups = _list_process_groups(calls)
+    groups = _collect_calls_of_process_groups(calls)
     differences = [difference for group in groups for difference in group.find_difference()]
     if differences:
         return min(differences, key=lambda difference: difference[0])[1]
@@ -221,7 +221,7 @@ class _Group:
         if len(distinct) <= 1:
             return
         owners = [{call.owner for call in calls} for calls in distinct]
-        index = first_difference(distinct, lambda calls: _are_different(calls, owners))
+        index = first_difference(distinct, lambda calls: _have_diverged(calls, owners))
         if index is None:
             return
         by_rank = {
@@ -237,9 +237,9 @@ class _Group:
         )
 
 
-def _list_process_groups(calls: Mapping[int, RankCalls]) -> list[_Group]:
+def _collect_calls_of_process_groups(calls: Mapping[int, RankCalls]) -> list[_Group]:
     distinct = {id(of_rank): of_rank for of_rank in calls.values()}
-    split = {key: _split_by_group(of_rank) for key, of_rank in distinct.items()}
+    split = {key: _split_calls_by_group(of_rank) for key, of_rank in distinct.items()}
     # For each axis: the recorded ranks of each group, keyed by the group's first rank.
     groups_of_axis: dict[MeshAxis, defaultdict[int, list[int]]] = {}
     parts_of_groups: defaultdict[tuple[str, int, tuple[int, ...]], dict[int, _GroupCalls]]
@@ -268,7 +268,7 @@ def _list_process_groups(calls: Mapping[int, RankCalls]) -> list[_Group]:
     ]
 
 
-def _split_by_group(calls: RankCalls) -> dict[tuple[str, tuple[int, ...], int], _GroupCalls]:
+def _split_calls_by_group(calls: RankCalls) -> dict[tuple[str, tuple[int, ...], int], _GroupCalls]:
     """Return the calls on each group, keyed by axis, `Call.group_ranks` and number."""
     indices: defaultdict[tuple[str, tuple[int, ...], int], list[int]] = defaultdict(list)
     for index, call in enumerate(calls.calls):
@@ -279,7 +279,7 @@ def _split_by_group(calls: RankCalls) -> dict[tuple[str, tuple[int, ...], int], 
     }
 
 
-def _are_different(calls: Sequence[Call | None], owners: Sequence[Container[str | None]]) -> bool:
+def _have_diverged(calls: Sequence[Call | None], owners: Sequence[Container[str | None]]) -> bool:
     """Return whether calls at the same index differ; `owners` are those of each rank's calls."""
     if len({None if call is None else call.facts for call in calls}) > 1:
         return True

@@ -400,7 +400,7 @@ def remove_overlap(profile: CommProfile) -> CommProfile:
         for row in profile.rows
         if row.subject != "host_wait"
     )
-    return replace(_replace_rows(profile, rows), shows_overlap=False)
+    return replace(_replace_and_merge_rows(profile, rows), shows_overlap=False)
 
 
 def remove_activation_sizes(profile: CommProfile) -> CommProfile:
@@ -410,10 +410,10 @@ def remove_activation_sizes(profile: CommProfile) -> CommProfile:
         sized = {call for call in row.calls if call.role == Role.ACTIVATIONS and not call.is_object}
         calls = {*row.calls} - sized | {*replace_fields(sized, nbytes=0, is_unsized=True)}
         rows.append(replace(row, calls=tuple(sorted(calls))))
-    return replace(_replace_rows(profile, rows), sizes_activations=False)
+    return replace(_replace_and_merge_rows(profile, rows), sizes_activations=False)
 
 
-def _clear_backwards_field(profile: CommProfile) -> CommProfile:
+def _clear_backwards_that_include_last(profile: CommProfile) -> CommProfile:
     """Clear `Calls.backwards` for all calls that the last backward also issues."""
 
     def reset(row: Row) -> Row:
@@ -422,10 +422,10 @@ def _clear_backwards_field(profile: CommProfile) -> CommProfile:
 
     if not any(call.backwards for row in profile.rows for call in row.calls):
         return profile
-    return _replace_rows(profile, map(reset, profile.rows))
+    return _replace_and_merge_rows(profile, map(reset, profile.rows))
 
 
-def _replace_rows(profile: CommProfile, rows: Iterable[Row]) -> CommProfile:
+def _replace_and_merge_rows(profile: CommProfile, rows: Iterable[Row]) -> CommProfile:
     """Replace the rows of the profile, and merge rows that differ only in their ranks."""
     groups: dict[tuple[RowKey, str | None, tuple[Calls, ...]], list[Row]] = {}
     for row in rows:
@@ -457,7 +457,7 @@ def make_comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, Co
         old, new = remove_overlap(old), remove_overlap(new)
     if old.sizes_activations != new.sizes_activations:
         old, new = remove_activation_sizes(old), remove_activation_sizes(new)
-    return _clear_backwards_field(old), _clear_backwards_field(new)
+    return _clear_backwards_that_include_last(old), _clear_backwards_that_include_last(new)
 
 
 def replace_fields(calls: Iterable[Calls], **changes: Any) -> tuple[Calls, ...]:

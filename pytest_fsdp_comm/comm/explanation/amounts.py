@@ -126,12 +126,12 @@ class Counts(GlobalStep):
 
     def change(self, row: Row, content: Content) -> Row:
         calls = tuple(
-            replace(call, count=int(call.count * self._get_factor(row.key, call, content)))
+            replace(call, count=int(call.count * self._choose_factor(row.key, call, content)))
             for call in row.calls
         )
         return row if calls == row.calls else replace(row, calls=calls)
 
-    def _get_factor(self, key: RowKey, call: Calls, content: Content) -> Fraction:
+    def _choose_factor(self, key: RowKey, call: Calls, content: Content) -> Fraction:
         if self.scope.includes(key, call, content):
             return self.factor
         is_other = self.reductions != 1 and key.phase in _PASSES
@@ -140,7 +140,7 @@ class Counts(GlobalStep):
     def fits(self, contents: Iterable[Content]) -> bool:
         """Whether all new counts are whole numbers."""
         return self.factor.denominator == self.reductions.denominator == 1 or not any(
-            call.count % self._get_factor(key, call, content).denominator
+            call.count % self._choose_factor(key, call, content).denominator
             for content in contents
             for key, call in content.calls()
         )
@@ -213,7 +213,7 @@ class Counts(GlobalStep):
                 return self._describe_forward_factor(recordings)
         reductions = recordings.ratio(_is_gradient_reduction, is_shared=True)
         calls = "all forward and backward calls"
-        matches = _is_pass_call_without_gradients
+        matches = _is_non_gradient_call_in_pass
         if self.has_activations and reductions != self.factor:
             calls = "forwards and backwards"
         phases = {key.phase for key, _ in _list_matching_calls(matches, recordings)}
@@ -330,7 +330,7 @@ class Counts(GlobalStep):
             return self._explain_more_forwards(recordings, often, is_whole=is_whole)
         if self.scope is Scope.OPTIMIZER and is_whole:
             norms = "norms are computed more often, e.g. by clip_grad_norm_ in each micro-batch"
-            return f"{often} optimizer steps, or {norms}" if _has_norms(recordings.new) else ""
+            return f"{often} optimizer steps, or {norms}" if _has_norm_calls(recordings.new) else ""
         if not is_of_passes or reductions is None:
             return ""
         if reductions != 1:
@@ -361,7 +361,7 @@ class Counts(GlobalStep):
         return explain_added_forwards(recordings)
 
 
-def _has_norms(profile: CommProfile) -> bool:
+def _has_norm_calls(profile: CommProfile) -> bool:
     return any(NORM in row.what and row.phase is Phase.OPTIMIZER for row in profile.rows)
 
 
@@ -385,7 +385,7 @@ def _make_phase_matcher(phase: Phase) -> Matches:
     return lambda key, _call, _owner: key.phase is phase and key.axis != ""
 
 
-def _is_pass_call_without_gradients(key: RowKey, call: Calls, _owner: Owner) -> bool:
+def _is_non_gradient_call_in_pass(key: RowKey, call: Calls, _owner: Owner) -> bool:
     return key.phase in _PASSES and key.axis != "" and call.role != Role.GRADIENTS
 
 

@@ -75,7 +75,7 @@ def find_causes(
         *_find_evaluation_causes(explanation, recordings),
         *_find_fewer_backwards_causes(explanation, recordings),
         *_find_schedule_causes(explanation, recordings),
-        *_find_detached_causes(explanation, recordings),
+        *_find_detach_causes(explanation, recordings),
     ]
     explained = [step for cause in causes for step in cause.steps]
     for step in explanation.steps:
@@ -145,7 +145,7 @@ def find_swapped_axes_causes(old: CommProfile, new: CommProfile) -> Iterator[Cau
 
 def _find_norm_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:
     """Detect norms that used to be stacked and reduced in one call, but now need one call each."""
-    (old_calls, norms_before), (new_calls, norms) = map(_count_norm_reductions, recordings.sides)
+    (old_calls, norms_before), (new_calls, norms) = map(_count_calls_and_norms, recordings.sides)
     removed, added = old_calls - new_calls, new_calls - old_calls
     nbytes = [sum(size * count for size, count in calls.items()) for calls in (removed, added)]
     is_single = removed and added and max(added) <= SCALAR_NBYTES < min(removed)
@@ -164,7 +164,7 @@ def _find_norm_causes(explanation: Explanation, recordings: Recordings) -> Itera
         )
 
 
-def _count_norm_reductions(profile: CommProfile) -> tuple[Counter[int], int]:
+def _count_calls_and_norms(profile: CommProfile) -> tuple[Counter[int], int]:
     """Count all-reduces by size, in phases that reduce norms of DTensors; also count the norms."""
     norms, calls = Counter[Phase](), Counter[int]()
     rows = [row for row in profile.rows if row.owner is None]
@@ -273,7 +273,7 @@ def _list_ranks_of_row(row: Row, profile: CommProfile) -> Sequence[int]:
     return row.ranks or profile.recorded_ranks or range(profile.world_size)
 
 
-def _find_detached_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:
+def _find_detach_causes(explanation: Explanation, recordings: Recordings) -> Iterator[Cause]:
     """Detect that user code's collectives have one more or less in backward, but not in forward."""
     forward = {
         (row.owner, row.axis)

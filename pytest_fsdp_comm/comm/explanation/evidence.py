@@ -143,7 +143,7 @@ class Recordings:
             {axis.name: (axis.size, axis.dims) for axis in side.mesh_axes} for side in self.sides
         )
         moved = {name for name in old_axes.keys() & new_axes if old_axes[name] != new_axes[name]}
-        for owner, old, new in self._pair_contents(with_equal=bool(moved)):
+        for owner, old, new in self._pair_contents_by_owner(with_equal=bool(moved)):
             counts = _count_matching_calls(new, matches, owner)
             is_moved = not moved.isdisjoint(key.axis for key, *_ in counts)
             if is_moved or counts != _count_matching_calls(old, matches, owner):
@@ -156,7 +156,7 @@ class Recordings:
         With `is_shared`, ignore new rows, and modules that only one recording has.
         """
         ratios: set[Fraction | None] = set()
-        for owner, old, new in self._pair_contents(with_equal=True):
+        for owner, old, new in self._pair_contents_by_owner(with_equal=True):
             if is_shared and NOTHING in {old, new}:
                 continue
             before, after = (Counter[object]() for _ in range(2))
@@ -169,7 +169,7 @@ class Recordings:
             ratios |= {None} if after.keys() - before.keys() and not is_shared else set()
         return ratios.pop() if len(ratios) == 1 else None
 
-    def _pair_contents(
+    def _pair_contents_by_owner(
         self, *, with_equal: bool = False
     ) -> Iterator[tuple[Owner, Content, Content]]:
         old, new = self.states

@@ -54,7 +54,7 @@ def is_exact(states: Sequence[State], steps: Sequence[Step], target: State) -> b
         for call in _find_differing_calls(old, new)
         for owner in group.owners
         for step in steps
-    ) and _are_row_changes_valid(states, steps, _list_owners_and_keys(remaining))
+    ) and _are_changes_of_rows_exact(states, steps, _collect_differing_owners_and_keys(remaining))
 
 
 def _find_differing_calls(*sides: Rows) -> set[Calls]:
@@ -62,7 +62,7 @@ def _find_differing_calls(*sides: Rows) -> set[Calls]:
     return {call for _, call in old ^ new}
 
 
-def _are_row_changes_valid(
+def _are_changes_of_rows_exact(
     states: Sequence[State], steps: Sequence[Step], wrong: set[tuple[Owner, RowKey]]
 ) -> bool:
     """Whether steps meet conditions 1, 3, 4 and 5; `wrong` lists the rows that still differ.
@@ -73,7 +73,7 @@ def _are_row_changes_valid(
     for before, step, after in zip(states, steps, states[1:], strict=False):
         if step.writes == "names":
             continue
-        touched = _list_owners_and_keys(differences(before, after))
+        touched = _collect_differing_owners_and_keys(differences(before, after))
         earlier = written[step.writes]
         is_repeated = touched <= earlier if step.writes == "rows" else touched & earlier
         if len(touched) < step.least_rows or touched & wrong or is_repeated:
@@ -82,5 +82,5 @@ def _are_row_changes_valid(
     return True
 
 
-def _list_owners_and_keys(groups: Sequence[Difference]) -> set[tuple[Owner, RowKey]]:
+def _collect_differing_owners_and_keys(groups: Sequence[Difference]) -> set[tuple[Owner, RowKey]]:
     return {(owner, key) for group in groups for key, *_ in group.rows for owner in group.owners}

@@ -290,7 +290,7 @@ class Reduced(_GradientStep):
             return f"{gradients} {'now' if self.is_added else 'no longer'} sent by {operations}"
         gathers = self._describe_unchanged_gathers(recordings)
         how = "now" if self.is_added else "no longer"
-        if carrying := self._name_carrying_axes(recordings):
+        if carrying := self._name_axes_carrying_gradients_instead(recordings):
             new_calls = f"perhaps sent by new calls over {carrying}"
             return f"{gradients} no longer reduced by {operations}, {new_calls}"
         if not self.is_by_more:
@@ -300,7 +300,7 @@ class Reduced(_GradientStep):
         how += " also" if self.is_added and has_kept else ""
         return f"{gradients} {how} reduced by {operations}{gathers}"
 
-    def _name_carrying_axes(self, recordings: Recordings) -> str:
+    def _name_axes_carrying_gradients_instead(self, recordings: Recordings) -> str:
         """Name the axes whose new calls may carry the gradients instead; empty if none can."""
         lost = Counter[str]()
         for row in list_collective_rows(self.old_rows):
@@ -309,7 +309,7 @@ class Reduced(_GradientStep):
         return ", ".join(sorted(lost)) if can_carry and lost <= recordings.carried_elements else ""
 
     def find_cause(self, recordings: Recordings) -> str:
-        if self.is_by_more or self._name_carrying_axes(recordings):
+        if self.is_by_more or self._name_axes_carrying_gradients_instead(recordings):
             return ""
         known = explain_changed_reductions(self, recordings)
         reason = "parameters are frozen or detached, or gradient synchronization is switched off"
@@ -359,7 +359,7 @@ class ReducedPart(_GradientStep):
 
     def find_cause(self, recordings: Recordings) -> str:
         if not self.is_of_unit:
-            return self._explain_other_size(recordings)
+            return self._explain_changed_gradient_size(recordings)
         trees = recordings.trees
         lost = "some parameters {}got no gradient: not used, or behind detach() or no_grad()"
         if trees is None or not trees.has_units(self.owners):
@@ -371,7 +371,7 @@ class ReducedPart(_GradientStep):
             return _THAWED if owners <= trees.thawed else ""
         return f"{lost.format('')}; nothing was frozen, as the tree shows"
 
-    def _explain_other_size(self, recordings: Recordings) -> str:
+    def _explain_changed_gradient_size(self, recordings: Recordings) -> str:
         trees = recordings.trees
         if trees is not None:
             is_frozen = not self.is_added and trees.frozen | trees.partly_frozen
@@ -426,7 +426,7 @@ class Flattened(Replaced):
                 keys: dict[Owner, list[RowKey]] = {
                     owner: lost
                     for owner in between.owners
-                    for lost in [_find_keys_missing_from_flat(apart[owner], flat[owner], key.axis)]
+                    for lost in [_find_gradients_not_in_flat(apart[owner], flat[owner], key.axis)]
                     if owner is not None and lost
                 }
                 parts = [
@@ -478,7 +478,7 @@ class Flattened(Replaced):
         return "gradients are flattened into buffers" if is_flat else ""
 
 
-def _find_keys_missing_from_flat(apart: Content, flat: Content, axis: str) -> list[RowKey]:
+def _find_gradients_not_in_flat(apart: Content, flat: Content, axis: str) -> list[RowKey]:
     return [
         key
         for key, rows in apart.rows.items()

@@ -264,8 +264,8 @@ class PhaseUsed(Replaced):
                 is_there = {phases[0], phases[-1]} <= {*having, Phase.RECOMPUTE}
                 if not (without.isdisjoint(phases) and is_there):
                     continue
-                keys = between.select(partial(_find_keys_of_phases, phases), is_added=is_added)
-                yield from cls._propose_for_phases(between, phases, keys, is_added=is_added)
+                keys = between.select(partial(_find_changes_in_phases, phases), is_added=is_added)
+                yield from cls._propose_steps_for_phases(between, phases, keys, is_added=is_added)
                 # If ranks compute the loss together, they communicate outside all modules.
                 loss = [
                     key
@@ -274,12 +274,12 @@ class PhaseUsed(Replaced):
                 ]
                 if loss and Phase.BACKWARD in phases:
                     keys[None] = [*keys.get(None, ()), *loss]
-                    yield from cls._propose_for_phases(
+                    yield from cls._propose_steps_for_phases(
                         between, (*phases, Phase.OUTSIDE), keys, is_added=is_added
                     )
 
     @classmethod
-    def _propose_for_phases(
+    def _propose_steps_for_phases(
         cls,
         between: Between,
         phases: tuple[Phase, ...],
@@ -327,7 +327,7 @@ class PhaseUsed(Replaced):
 
     def find_cause(self, recordings: Recordings) -> str:
         if not self.has_norms:
-            return self._explain_reduced_number()
+            return self._explain_reduced_scalar()
         if self.is_added:
             return (
                 "norms of gradients or weights are now computed, e.g. by clip_grad_norm_, by "
@@ -347,7 +347,7 @@ class PhaseUsed(Replaced):
         how = "before zero_grad(), on the sharded parameters"
         return f"{text}: is clip_grad_norm_ still called, {how}?"
 
-    def _explain_reduced_number(self) -> str:
+    def _explain_reduced_scalar(self) -> str:
         # DTensors would be redistributed.
         sizes = {
             (row.subject, row.what, call.nbytes)
@@ -366,7 +366,7 @@ class PhaseUsed(Replaced):
         )
 
 
-def _find_keys_of_phases(
+def _find_changes_in_phases(
     phases: Container[Phase], less: Content, more: Content
 ) -> Iterator[RowKey]:
     for key in keys_that_differ(less, more):
@@ -475,7 +475,7 @@ class Exchanged(Replaced):
             tuple[Phase, str, tuple[str, ...], tuple[str, ...]], dict[Owner, list[RowKey]]
         ] = defaultdict(dict)
         for group in between.differences:
-            lost, added = _split_lost_and_added(group.rows)
+            lost, added = _split_lost_and_added_rows(group.rows)
             pairs = dict.fromkeys((key.phase, key.axis) for key, *_ in lost)
             for phase, axis in (*pairs, *dict.fromkeys((phase, "") for phase, _ in pairs)):
                 removed, new = (
@@ -498,7 +498,7 @@ class Exchanged(Replaced):
     def describe(self, recordings: Recordings) -> str:
         who = "" if self.owners == (None,) else f"{name_modules(self.owners)}: "
         before, after = (
-            _find_nbytes_of_busiest(list_collective_rows(side))
+            _find_nbytes_on_busiest_rank(list_collective_rows(side))
             for side in (self.old_rows, self.rows)
         )
         differs = any(
@@ -569,7 +569,7 @@ class OtherTensors(Replaced):
 
     def describe(self, recordings: Recordings) -> str:
         sides = [tuple(list_collective_rows(side)) for side in (self.old_rows, self.rows)]
-        before, after = map(_find_nbytes_of_busiest, sides)
+        before, after = map(_find_nbytes_on_busiest_rank, sides)
         calls = show_count(count_calls(sides[1 if self.is_added else 0]), "call")
         how = "other tensors than those" if self.is_added else "tensors"
         amount = "same bytes" if before == after else show_nbytes_change(before, after)
@@ -579,7 +579,7 @@ class OtherTensors(Replaced):
         return f"{where}: {calls} now send {how} of {name_modules(self.modules)}{dtype}, {amount}"
 
 
-def _find_nbytes_of_busiest(rows: Iterable[Row]) -> int:
+def _find_nbytes_on_busiest_rank(rows: Iterable[Row]) -> int:
     """Return the bytes of rows on the rank that sends the most."""
     return find_busiest((row.ranks, Volume(nbytes=row.nbytes)) for row in rows).nbytes
 
@@ -587,7 +587,7 @@ def _find_nbytes_of_busiest(rows: Iterable[Row]) -> int:
 _RowDiff: TypeAlias = tuple[RowKey, Rows, Rows]
 
 
-def _split_lost_and_added(rows: Iterable[_RowDiff]) -> tuple[list[_RowDiff], list[_RowDiff]]:
+def _split_lost_and_added_rows(rows: Iterable[_RowDiff]) -> tuple[list[_RowDiff], list[_RowDiff]]:
     """Return the rows of collectives that only the old state has, and those of the new one."""
     sent = [row for row in rows if row[0].axis]
     return [row for row in sent if not row[2]], [row for row in sent if not row[1]]
@@ -620,15 +620,15 @@ class GatheredInFull(Replaced):
         return True
 
     def describe(self, recordings: Recordings) -> str:
-        word, verb = _FULL[self._kinds]
+        word, verb = _FULL[self._collective_kinds]
         tensors = f"{word} {self.roles or 'DTensors'} {verb}"
         tensors = f"{name_modules(self.owners)}: {tensors}" if self.roles else tensors
         calls = describe_calls(self, recordings, is_change=True)
-        others = self._list_others_gathered_as_before(recordings)
+        others = self._list_others_redistributed_as_before(recordings)
         also = f", beside {name_modules(others)} as before" if others else ""
         return f"{tensors} {name_phase(self.phase)}{also}: {calls}"
 
-    def _list_others_gathered_as_before(self, recordings: Recordings) -> list[Owner]:
+    def _list_others_redistributed_as_before(self, recordings: Recordings) -> list[Owner]:
         """Return other modules whose DTensors both recordings redistribute in the same way."""
         old, new = recordings.states
         moves = {
@@ -644,12 +644,12 @@ class GatheredInFull(Replaced):
         ]
 
     @property
-    def _kinds(self) -> frozenset[str]:
+    def _collective_kinds(self) -> frozenset[str]:
         keys = [key for rows in self.rows.values() for key in rows]
         return frozenset(key.what for key in keys if key.subject == "collective")
 
     def find_cause(self, recordings: Recordings) -> str:
-        if self._kinds == {"all_reduce"}:
+        if self._collective_kinds == {"all_reduce"}:
             return (
                 "full_tensor() or redistribute() of partial results, such as norms or sums to log"
             )

@@ -35,8 +35,8 @@ class GatheredElsewhere(Replaced):
             is_moved = before and after and before != after
             is_same = (
                 is_moved
-                and _is_part_of_forward_gathers(old, new)
-                and _is_part_of_forward_gathers(new, old)
+                and _are_forward_gathers_contained(old, new)
+                and _are_forward_gathers_contained(new, old)
             )
             return _list_unit_keys_but_reductions(old, new) if is_same else []
 
@@ -62,7 +62,7 @@ class Freed(Replaced):
             is_changed = (
                 more.is_resharded
                 and not less.is_resharded
-                and _is_part_of_forward_gathers(less, more)
+                and _are_forward_gathers_contained(less, more)
                 and count_calls_of_all_keys(more.gathers[Phase.BACKWARD])
                 > count_calls_of_all_keys(less.gathers[Phase.BACKWARD])
             )
@@ -136,7 +136,7 @@ class GatheredInBackward(Replaced):
     @classmethod
     def propose(cls, between: Between) -> Iterator[Step]:
         for is_added in (False, True):
-            keys = between.select(_find_backward_gather_keys, is_added=is_added)
+            keys = between.select(_find_keys_if_backward_gathers_added, is_added=is_added)
             reductions = {
                 tuple(bool(state[owner].reductions) for state in (between.state, between.target))
                 for owner in keys
@@ -186,7 +186,7 @@ class GatheredInBackward(Replaced):
         )
 
 
-def _find_backward_gather_keys(without: Content, having: Content) -> Iterable[RowKey]:
+def _find_keys_if_backward_gathers_added(without: Content, having: Content) -> Iterable[RowKey]:
     forward = having.gathers[Phase.FORWARD]
     is_changed = (
         forward
@@ -204,7 +204,7 @@ def _list_unit_keys_but_reductions(*sides: Content) -> list[RowKey]:
     return [key for content in sides for key in content.unit_rows if key not in content.reductions]
 
 
-def _is_part_of_forward_gathers(first: Content, second: Content) -> bool:
+def _are_forward_gathers_contained(first: Content, second: Content) -> bool:
     """Whether `first` has forward gathers, and `second` has all of them at least as often."""
     # Counts may differ: a unit that stays unsharded is gathered only once for all micro-batches.
     less, more = first.gathers[Phase.FORWARD], second.gathers[Phase.FORWARD]

@@ -82,9 +82,9 @@ class _Search:
         }
         pairs = {(old, new) for _, old, new in groups}
         # Modules with equal differences are reported on the same lines, so count their rows once.
-        return sum(map(self._cost_between, pairs)) + 0.5 * (len(groups) - len(pairs))
+        return sum(map(self._get_edit_cost, pairs)) + 0.5 * (len(groups) - len(pairs))
 
-    def _cost_between(self, pair: tuple[Content, Content]) -> float:
+    def _get_edit_cost(self, pair: tuple[Content, Content]) -> float:
         if pair not in self._costs:
             self._costs[pair] = sum(
                 _COLLECTIVE_COST if key.subject == "collective" else _OTHER_COST

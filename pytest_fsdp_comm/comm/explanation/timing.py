@@ -41,7 +41,7 @@ class TimingChange:
         """Describe when calls are issued now, or whether they are asynchronous."""
         where, calls = name_with_phase(self.owners, self.key.phase), str(self.key)
         if self.subject == "ahead":
-            some, how = _describe_prefetching(self.before, self.after)
+            some, how = _describe_prefetching_change(self.before, self.after)
             before, after = (
                 " or ".join(str(ahead) for ahead, _ in shares)
                 for shares in (self.before, self.after)
@@ -56,7 +56,7 @@ class TimingChange:
         return f"{where}: {calls} now synchronous: the caller waits for it"
 
 
-def _describe_prefetching(old: Shares, new: Shares) -> tuple[str, str]:
+def _describe_prefetching_change(old: Shares, new: Shares) -> tuple[str, str]:
     """Describe a change in prefetching; a gather 0 units ahead of its use is not prefetched."""
     (old_least, old_most), (new_least, new_most) = (
         (side[0][0], side[-1][0]) for side in (old, new)

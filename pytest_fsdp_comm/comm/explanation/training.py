@@ -337,14 +337,14 @@ def _list_gradient_calls(row: Row) -> list[Calls]:
     return [call for call in row.calls if call.role == Role.GRADIENTS]
 
 
-def _get_sole_gradient_value(rows: Iterable[Row], field: str) -> str | None:
+def _get_common_field_of_gradients(rows: Iterable[Row], field: str) -> str | None:
     """Return the value of `field` that all gradient calls share; None if the values differ."""
     values: set[str] = {getattr(call, field) for row in rows for call in _list_gradient_calls(row)}
     # `backwards` is empty for calls that the last backward issues; report it for all other calls.
     return max(values) if field == "backwards" else get_sole(values, None)
 
 
-def _find_gradient_volume_of_busiest(rows: Iterable[Row]) -> Volume:
+def _find_gradient_volume_on_busiest_rank(rows: Iterable[Row]) -> Volume:
     """Return count and bytes of gradient reductions on the rank that reduces the most bytes."""
     volumes = []
     for row in rows:
@@ -356,9 +356,9 @@ def _find_gradient_volume_of_busiest(rows: Iterable[Row]) -> Volume:
 
 class _Training:
     def __init__(self, old: _Side, new: _Side, recordings: Recordings) -> None:
-        self.old, self.new, self.trees = old, new, recordings.trees
-        self.recordings = recordings
-        self.ratios = _find_count_ratios(old.work, new.work)
+        self.sides = self.old, self.new = old, new
+        self.recordings, self.trees = recordings, recordings.trees
+        self.ratios = _find_forward_ratios(old.work, new.work)
         self.carried = recordings.carried_elements
         grown = (name for name in new.reduced if new.num_gradients(name) > old.num_gradients(name))
         self.grown = set(grown)
@@ -375,23 +375,23 @@ class _Training:
         for owner, was in old.reduced.items():
             for problem in self._find_owner_problems(owner, was, new.reduced.get(owner, {})):
                 yield owner, problem
-        yield from self._find_stale_units()
+        yield from self._find_units_left_gathered()
         yield from self._find_unreduced_new_units()
-        yield from self._find_unreduced_inputs()
-        yield from self._find_unreduced_outputs()
+        yield from self._find_lost_input_gradient_reductions()
+        yield from self._find_lost_output_reductions()
         yield from self._find_doubly_reduced_modules()
-        yield from self._find_fewer_backwards()
+        yield from self._find_units_with_fewer_backwards()
 
     def make_change(self, problem_on_axes: _AxisProblem, owners: Sequence[Owner]) -> TrainingChange:
         problem, axes, before, after = problem_on_axes
         old, new = (
-            _find_gradient_volume_of_busiest(
+            _find_gradient_volume_on_busiest_rank(
                 row
                 for owner in (side.reduced if problem == "unsharded" else owners)
                 for axis, reduced in side.reduced.get(owner, {}).items()
                 for row in (reduced if axis in axes else ())
             )
-            for side in (self.old, self.new)
+            for side in self.sides
         )
         names = [name for name, axis in self.old.axes.items() if axis in axes]
         return TrainingChange(
@@ -408,35 +408,35 @@ class _Training:
         self, owner: Owner, old: Mapping[str, list[Row]], new: Mapping[str, list[Row]]
     ) -> Iterator[_AxisProblem]:
         ranks = self.old.num_ranks(old), self.new.num_ranks(new)
-        if ranks[1] < ranks[0] and not self._has_harmless_explanation(owner, {*old}, {*new}):
+        if ranks[1] < ranks[0] and not self._can_fewer_ranks_be_harmless(owner, {*old}, {*new}):
             if new.keys() < old.keys():
                 yield "unreduced", tuple(sorted(old.keys() - new.keys())), "", ""
             else:
                 count = show_count(ranks[1], "rank")
                 yield "ranks", tuple(sorted({*old, *new})), str(ranks[0]), count
-        elif ranks[1] >= ranks[0] and self._is_over_other_ranks({*old}, {*new}):
+        elif ranks[1] >= ranks[0] and self._is_reduced_over_other_ranks({*old}, {*new}):
             yield "ranks", tuple(sorted({*old, *new})), _join_axes(old), _join_axes(new)
         axes_by_problem: defaultdict[tuple[Problem, str, str], list[str]] = defaultdict(list)
         for axis in sorted(old.keys() & new.keys()):
-            if self._has_fewer_gradients(owner) and _find_gradient_volume_of_busiest(
+            if self._has_fewer_gradients(owner) and _find_gradient_volume_on_busiest_rank(
                 old[axis]
-            ) != _find_gradient_volume_of_busiest(new[axis]):
+            ) != _find_gradient_volume_on_busiest_rank(new[axis]):
                 axes_by_problem["part", "", ""].append(axis)
             times = self._compare_reduction_counts(owner, old[axis], new[axis])
-            if times is not None and self._has_lost_calls_of_parameters(owner, axis):
+            if times is not None and self._has_fewer_reduced_parameters(owner, axis):
                 axes_by_problem["part", "", ""].append(axis)
             elif times is not None:
                 axes_by_problem["times", *times].append(axis)
             for field in _FIELDS:
                 before, after = (
-                    _get_sole_gradient_value(rows, field) for rows in (old[axis], new[axis])
+                    _get_common_field_of_gradients(rows, field) for rows in (old[axis], new[axis])
                 )
                 if before is not None and after is not None and before != after:
                     axes_by_problem[field, before, after].append(axis)
         for (problem, before, after), axes in axes_by_problem.items():
             yield problem, tuple(axes), before, after
 
-    def _find_stale_units(self) -> Iterator[tuple[Owner, _AxisProblem]]:
+    def _find_units_left_gathered(self) -> Iterator[tuple[Owner, _AxisProblem]]:
         """Yield units that stay gathered from step to step, although they are trained."""
         for owner, reduced in self.new.reduced.items():
             kinds = {row.what for rows in reduced.values() for row in rows}
@@ -454,12 +454,12 @@ class _Training:
                 axes = {self.new.axes.get(row.axis, "") for row in rows} - {""}
                 yield owner, ("missing", tuple(sorted(axes)), "", "")
 
-    def _find_unreduced_inputs(self) -> Iterator[tuple[Owner, _AxisProblem]]:
+    def _find_lost_input_gradient_reductions(self) -> Iterator[tuple[Owner, _AxisProblem]]:
         """Yield modules whose backward no longer reduces activations, unlike their forward."""
-        old, new = (_count_reductions(side, Phase.BACKWARD) for side in (self.old, self.new))
+        old, new = (_count_activation_reductions(side, Phase.BACKWARD) for side in self.sides)
         # If all parameter gradients are still reduced, nothing was detached or frozen.
         is_trained = self.old.reduced.keys() == self.new.reduced.keys()
-        is_trained &= bool(self.old.reduced) or self._has_same_buffer_calls()
+        is_trained &= bool(self.old.reduced) or self._has_unchanged_flat_gradient_reductions()
         for axis in old if is_trained else ():
             was, now = old[axis], new.get(axis, {})
             lost = was.keys() - now.keys()
@@ -470,8 +470,8 @@ class _Training:
                 for owner in lost:
                     yield owner, ("inputs", (axis,), "", "")
 
-    def _has_same_buffer_calls(self) -> bool:
-        """Whether user code reduces the same buffers after backward, such as flat gradients."""
+    def _has_unchanged_flat_gradient_reductions(self) -> bool:
+        """Whether user code reduces the same flat data after backward; False if there is none."""
         old, new = (
             {
                 (row.phase, row.what, row.axis, row.ranks, calls)
@@ -480,14 +480,14 @@ class _Training:
                 for calls in row.calls
                 if calls.nbytes > SCALAR_NBYTES  # not a loss or a norm
             }
-            for side in (self.old, self.new)
+            for side in self.sides
         )
         return old == new != set()
 
-    def _find_unreduced_outputs(self) -> Iterator[tuple[Owner, _AxisProblem]]:
+    def _find_lost_output_reductions(self) -> Iterator[tuple[Owner, _AxisProblem]]:
         """Yield modules whose forward no longer reduces outputs, although they are still split."""
         split_axes = {} if self.trees is None else self.trees.split_axes
-        old, new = (_count_reductions(side, Phase.FORWARD) for side in (self.old, self.new))
+        old, new = (_count_activation_reductions(side, Phase.FORWARD) for side in self.sides)
         for axis in old:
             # Another module may now reduce the outputs, or gather something else.
             if not self.new.forward(axis) <= self.old.forward(axis):
@@ -509,12 +509,12 @@ class _Training:
             if name != owner and axes:
                 yield owner, ("again", tuple(sorted(axes)), "", "")
 
-    def _has_harmless_explanation(self, owner: Owner, was: set[str], now: set[str]) -> bool:
+    def _can_fewer_ranks_be_harmless(self, owner: Owner, was: set[str], now: set[str]) -> bool:
         """Whether a harmless change may explain why a module reduces over fewer ranks."""
         old, new, trees = self.old, self.new, self.trees
         # Ranks that had separate batches may now share one. The unit around a module may reduce the
         # module's gradients, too, and now over more axes.
-        around = self._list_unit_axes(owner, was)
+        around = self._list_enclosing_unit_axes(owner, was)
         before, after = (
             side.num_ranks(axes | of_unit) * side.num_ranks_sharing_batch(was | now)
             for side, axes, of_unit in zip((old, new), (was, now), around, strict=True)
@@ -523,7 +523,7 @@ class _Training:
             return True
         if trees is not None and owner not in trees.trainable:
             return True
-        if was - now and all(map(self._can_new_calls_carry, was - now)):
+        if was - now and all(map(self._can_new_calls_carry_gradients, was - now)):
             return True
         # If other units are gathered, but this one is not, it was not called: the tree shows it.
         is_unit = trees is not None and new.units and owner in trees.units - new.units.keys()
@@ -536,7 +536,7 @@ class _Training:
             return any(_is_same_or_nested(owner, module) for module in grown)
         return bool(grown) or (trees is None and not self._is_still_in_model(owner))
 
-    def _is_over_other_ranks(self, was: set[str], now: set[str]) -> bool:
+    def _is_reduced_over_other_ranks(self, was: set[str], now: set[str]) -> bool:
         """Whether a module reduces over other ranks, although neither mesh nor forward changed.
 
         If no module kept its axes, two axes may have swapped roles, which is harmless.
@@ -552,20 +552,19 @@ class _Training:
         is_covered = _list_peers(old.dims, was) <= _list_peers({**old.dims, **new.dims}, now)
         return is_same_mesh and has_others and is_same_forward and not is_covered
 
-    def _list_unit_axes(self, owner: Owner, was: set[str]) -> tuple[set[str], set[str]]:
+    def _list_enclosing_unit_axes(self, owner: Owner, was: set[str]) -> tuple[set[str], set[str]]:
         """Return the axes over which the unit around a module reduces its gradients, too."""
         nothing = set[str](), set[str]()
         is_unmanaged = self.trees is not None and owner in self.trees.unmanaged
         if owner is None or owner in self.old.units or is_unmanaged:
             return nothing
         old, new = (
-            set(side.reduced.get(side.find_enclosing_unit(owner), ()))
-            for side in (self.old, self.new)
+            set(side.reduced.get(side.find_enclosing_unit(owner), ())) for side in self.sides
         )
         # If both reduced over the same axis, the unit does not manage the module's parameters.
         return (old, new) if old.isdisjoint(was) else nothing
 
-    def _can_new_calls_carry(self, axis: str) -> bool:
+    def _can_new_calls_carry_gradients(self, axis: str) -> bool:
         """Whether new calls over an axis may carry the gradients that it no longer reduces."""
         lost = (
             row
@@ -589,7 +588,7 @@ class _Training:
         trees = self.trees
         old, new = (
             {call.nbytes // itemsize(call.dtype) for row in side.units[owner] for call in row.calls}
-            for side in (self.old, self.new)
+            for side in self.sides
         )
         is_less = 0 < self.new.num_gradients(owner) < self.old.num_gradients(owner)
         # Several backwards may each reduce a different part.
@@ -598,34 +597,34 @@ class _Training:
         is_elsewhere = any(_is_same_or_nested(owner, module) for module in self.grown)
         return old == new != set() and is_less and not (is_frozen or is_elsewhere)
 
-    def _has_lost_calls_of_parameters(self, owner: Owner, axis: str) -> bool:
+    def _has_fewer_reduced_parameters(self, owner: Owner, axis: str) -> bool:
         """Whether fewer parameters of a unit reduce their gradients over an axis.
 
         DTensors have a call each, so there are more calls than backwards. The unit's
         reduce-scatters show the number of backwards, and that no parameter was frozen.
         """
         old, new = (
-            _find_gradient_volume_of_busiest(
+            _find_gradient_volume_on_busiest_rank(
                 row
                 for other, rows in side.reduced[owner].items()
                 for row in rows
                 if other != axis and row.what == "reduce_scatter"
             )
-            for side in (self.old, self.new)
+            for side in self.sides
         )
         before, after = (
-            _find_gradient_volume_of_busiest(side.reduced[owner][axis]).count
-            for side in (self.old, self.new)
+            _find_gradient_volume_on_busiest_rank(side.reduced[owner][axis]).count
+            for side in self.sides
         )
         is_elsewhere = any(_is_same_or_nested(owner, module) for module in self.grown)
         return old == new and 0 < old.count < before > after and not is_elsewhere
 
-    def _find_fewer_backwards(self) -> Iterator[tuple[Owner, _AxisProblem]]:
+    def _find_units_with_fewer_backwards(self) -> Iterator[tuple[Owner, _AxisProblem]]:
         """Yield units with fewer backwards, if at least one of them has unchanged forwards."""
         units_by_runs: defaultdict[tuple[int, int], dict[Owner, bool]] = defaultdict(dict)
         for owner in filter(self.new.reduced.__contains__, self.old.reduced):
-            before, after = (side.acts(owner, Phase.BACKWARD) for side in (self.old, self.new))
-            old, new = (side.acts(owner, Phase.FORWARD) for side in (self.old, self.new))
+            before, after = (side.acts(owner, Phase.BACKWARD) for side in self.sides)
+            old, new = (side.acts(owner, Phase.FORWARD) for side in self.sides)
             runs = {(count, after.get(row, 0)) for row, count in before.items()}
             acts = {key.what for key, _ in before}
             # Each backward reshards the unit once. Gathers in forward show the number of forwards
@@ -649,12 +648,12 @@ class _Training:
         # Calls of several sizes are buckets of gradients, and the number of buckets may change.
         if before == after or any(len({call.nbytes for call in side}) > 1 for side in calls):
             return None
-        ratios = self.ratios or _find_count_ratios(self.old.units[owner], self.new.units[owner])
+        ratios = self.ratios or _find_forward_ratios(self.old.units[owner], self.new.units[owner])
         is_new = ratios and Fraction(after, before) not in ratios
         return (str(before), str(after)) if is_new else None
 
 
-def _find_count_ratios(old: Iterable[Row], new: Iterable[Row]) -> set[Fraction]:
+def _find_forward_ratios(old: Iterable[Row], new: Iterable[Row]) -> set[Fraction]:
     """Return the ratios of new to old counts of rows that both sides have in forward or outside."""
     before = {(row.owner, row.key, row.ranks): row.count for row in old}
     return {
@@ -665,7 +664,7 @@ def _find_count_ratios(old: Iterable[Row], new: Iterable[Row]) -> set[Fraction]:
     }
 
 
-def _count_reductions(side: _Side, phase: Phase) -> dict[str, dict[Owner, int]]:
+def _count_activation_reductions(side: _Side, phase: Phase) -> dict[str, dict[Owner, int]]:
     """Count each module's reductions of activations in a phase, by axis."""
     counts: defaultdict[str, dict[Owner, int]] = defaultdict(dict)
     for row in side.work:

@@ -136,7 +136,7 @@ class Sharded(Replaced):
                 return [*sharded.unit_rows, *replicated.unit_rows] if is_changed else []
 
             keys = between.select(choose, is_added=is_added)
-            keys |= _find_keys_of_units_inside(keys, *between.sides(is_added=is_added))
+            keys |= _find_keys_of_units_inside_replicated(keys, *between.sides(is_added=is_added))
             yield from cls.propose_copied_rows(between, keys, is_added=is_added)
 
     def describe(self, recordings: Recordings) -> str:
@@ -157,7 +157,7 @@ class Sharded(Replaced):
         return f"{who} replicated instead of sharded: {reduced}"
 
 
-def _find_keys_of_units_inside(
+def _find_keys_of_units_inside_replicated(
     owners: Iterable[Owner], replicated: State, sharded: State
 ) -> dict[Owner, list[RowKey]]:
     """Return the rows of sharded units whose gradients a replicated module around them reduces."""
@@ -333,8 +333,8 @@ class Regrouped(Replaced):
                 [between.state[owner] for owner in removed],
                 [between.target[owner] for owner in added],
             )
-            and _list_unit_policies(between.state, removed)
-            == _list_unit_policies(between.target, added)
+            and _collect_gather_policies(between.state, removed)
+            == _collect_gather_policies(between.target, added)
         ):
             keys: dict[Owner, list[RowKey]] = {
                 owner: _unit_keys(between, owner) for owner in owners
@@ -356,7 +356,7 @@ class Regrouped(Replaced):
         return f"units regrouped, same parameter bytes in total: {change}"
 
 
-def _list_unit_policies(state: State, units: Iterable[Owner]) -> set[tuple[bool, int]]:
+def _collect_gather_policies(state: State, units: Iterable[Owner]) -> set[tuple[bool, int]]:
     """Return the pairs (stays unsharded, number of forward gathers) of all units but the root."""
     return {
         (state[unit].stays_unsharded, count_forward_gathers(state[unit])) for unit in units if unit
@@ -380,7 +380,7 @@ class MovedUnits(Replaced):
         keys: dict[Owner, Iterable[RowKey]] = {}
         ranks: dict[Owner, tuple[_Ranks, _Ranks]] = {}
         for group in between.differences:
-            old, new = map(_list_ranks_of_gathers, (group.old, group.new))
+            old, new = map(_list_ranks_of_forward_gathers, (group.old, group.new))
             if old and new and set(old).isdisjoint(new):
                 changed = [key for key, *_ in group.rows]
                 keys.update(dict.fromkeys(group.owners, changed))
@@ -402,7 +402,7 @@ class MovedUnits(Replaced):
         return f"pipeline stages: {join_first(moves, _MAX_PARENTS)}"
 
 
-def _list_ranks_of_gathers(content: Content) -> _Ranks:
+def _list_ranks_of_forward_gathers(content: Content) -> _Ranks:
     """Return the ranks that gather a unit in forward; empty if all ranks do, or none."""
     rows = chain.from_iterable(content.gathers[Phase.FORWARD].values())
     ranks = [row.ranks for row in rows]
@@ -422,7 +422,7 @@ class Called(Replaced):
 
     @classmethod
     def propose(cls, between: Between) -> Iterator[Step]:
-        keys = between.select(_find_keys_if_gathers_changed)
+        keys = between.select(_find_keys_if_gather_counts_changed)
         # All other units must have unchanged gathers, except units that stay unsharded.
         other_units = [
             (content.gathers[Phase.FORWARD], between.target[owner].gathers[Phase.FORWARD])
@@ -485,7 +485,7 @@ class Called(Replaced):
         return _explain_more_calls(self, recordings) if self.is_called else ""
 
 
-def _find_keys_if_gathers_changed(old: Content, new: Content) -> list[RowKey]:
+def _find_keys_if_gather_counts_changed(old: Content, new: Content) -> list[RowKey]:
     before, after = old.gathers[Phase.FORWARD], new.gathers[Phase.FORWARD]
     is_changed = (
         before.keys() == after.keys()
@@ -577,7 +577,7 @@ class Gathered(Replaced):
         return not self.is_added
 
     def describe(self, recordings: Recordings) -> str:
-        who, others = name_modules(self.owners), self._describe_other_units(recordings)
+        who, others = name_modules(self.owners), self._describe_unchanged_other_units(recordings)
         if self._can_still_be_unsharded(recordings):
             how = "not run, or gathered before it, without later changes of their shards"
             return f"{who} no longer gathered in this step: {how}"
@@ -599,7 +599,7 @@ class Gathered(Replaced):
         can_be_gathered = is_unit and recordings.can_still_be_gathered(self.owners)
         return can_be_gathered and not (self.is_added or self.is_reduced)
 
-    def _describe_other_units(self, recordings: Recordings) -> str:
+    def _describe_unchanged_other_units(self, recordings: Recordings) -> str:
         """Return ``other units unchanged``, if that is true and there are other units."""
 
         def is_of_others(key: RowKey, call: Calls, owner: Owner) -> bool:
