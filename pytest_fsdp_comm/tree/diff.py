@@ -80,15 +80,15 @@ def compare(
         changes += _diff_fact("world_size", old.world_size, new.world_size)
     else:
         changes += _compare_common_ranks(old, new, carried_elements)
-    differing = fold_fqns(_find_differing_parameters(new) - _find_differing_parameters(old))
+    differed, differing = map(_find_parameters_differing_between_ranks, (old, new))
     changes += [
         TreeChange(subject=subject, what="differs between ranks now", breaks_training=True)
-        for subject in differing
+        for subject in fold_fqns(differing - differed)
     ]
     return tuple(sorted(changes, key=lambda change: not change.breaks_training))
 
 
-def _find_differing_parameters(profile: TreeProfile) -> set[str]:
+def _find_parameters_differing_between_ranks(profile: TreeProfile) -> set[str]:
     """Return the parameters whose facts differ between the ranks that have them."""
     first: dict[str, ParameterFacts] = {}
     for tree in profile.trees.values():

@@ -232,14 +232,14 @@ class ShardTree:
     def parameter_fqn(self, index: int) -> str:
         """Return the FQN of a parameter; if it is tied, its first FQN in natural order."""
         parameter = self.parameters[index]
-        return self._slot_fqn(parameter.module, parameter.name)
+        return self._join_fqn(parameter.module, parameter.name)
 
     def tied_fqns(self, index: int) -> tuple[str, ...]:
         """Return the other FQNs of a tied parameter, in natural order."""
-        tied = (self._slot_fqn(*slot) for slot in self.parameters[index].tied)
+        tied = (self._join_fqn(*slot) for slot in self.parameters[index].tied)
         return tuple(sorted(tied, key=natural_key))
 
-    def _slot_fqn(self, module: int, name: str) -> str:
+    def _join_fqn(self, module: int, name: str) -> str:
         prefix = self.module_fqn(module)
         return f"{prefix}.{name}" if prefix else name
 
@@ -269,10 +269,10 @@ class ShardTree:
         """
         managed: dict[str, list[str]] = {}
         for unit in self.units:
-            members = {at: managed.setdefault(self.module_fqn(at), []) for at in unit.modules}
+            members = {i: managed.setdefault(self.module_fqn(i), []) for i in unit.modules}
             for index in unit.parameters:
                 around = self.list_ancestry(self.parameters[index].module)
-                member = next((at for at in around if at in members), unit.modules[0])
+                member = next((i for i in around if i in members), unit.modules[0])
                 members[member].append(self.parameter_fqn(index))
         return {module: tuple(fqns) for module, fqns in managed.items()}
 

@@ -64,9 +64,7 @@ def _find_units_without_root(wrapping: Wrapping, part: int, roots: Sequence[int]
         for stack in wrapping.stacks
         if len(modules.intersection(stack)) > 1
         # Only a module with a forward can be their common root.
-        and any(
-            tree.modules[at].has_forward for at in tree.list_ancestry(stack[0]) if at != stack[0]
-        )
+        and any(tree.modules[i].has_forward for i in tree.list_ancestry(stack[0]) if i != stack[0])
         for module in modules.intersection(stack)
     }
     enclosing = {above for unit in tree.units for above in wrapping.list_ancestors(unit)}
@@ -97,7 +95,7 @@ def nested_kinds(wrapping: Wrapping) -> Iterator[Case]:
     kinds = {module: units[-1].kind for module, units in wrapping.units_of.items()}
     for index, unit in enumerate(tree.units):
         around = wrapping.list_ancestors(unit)
-        outer = next((at for at in around if kinds.get(at, unit.kind) != unit.kind), None)
+        outer = next((i for i in around if kinds.get(i, unit.kind) != unit.kind), None)
         if outer is not None:
             reason = (
                 f"it has kind {unit.kind} and lies inside {escape(tree.module_fqn(outer))}, a unit "
@@ -114,7 +112,7 @@ def wrapped_after_parent(wrapping: Wrapping) -> Iterator[Case]:
     empty = {unit.modules[0]: i for i, unit in enumerate(tree.units) if not unit.parameters}
     late: defaultdict[int, dict[int, None]] = defaultdict(dict)
     for parameter in tree.parameters if empty else ():
-        inside = next((at for at in tree.list_ancestry(parameter.module) if at in empty), None)
+        inside = next((i for i in tree.list_ancestry(parameter.module) if i in empty), None)
         manager = parameter.unit
         if inside is not None and manager is not None and tree.units[manager].modules[0] < inside:
             late[manager][empty[inside]] = None
@@ -282,9 +280,7 @@ def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
             continue
         units_of = wrapping.units_of
         # A module may have several units, one for each mesh.
-        enclosing = next(
-            (units_of[at] for at in wrapping.list_ancestors(unit) if at in units_of), ()
-        )
+        enclosing = next((units_of[i] for i in wrapping.list_ancestors(unit) if i in units_of), ())
         around = enclosing[0] if len(enclosing) == 1 else None
         if around is not None and _can_merge_into_enclosing(wrapping, unit, around):
             trains, trains_around = wrapping.is_trainable(unit), wrapping.is_trainable(around)
@@ -303,7 +299,7 @@ def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
 
 def _can_merge_into_enclosing(wrapping: Wrapping, unit: ShardUnit, around: ShardUnit) -> bool:
     dtypes, dtypes_around = (
-        {parameter.dtype for parameter in wrapping.parameters(of)} for of in (unit, around)
+        {parameter.dtype for parameter in wrapping.parameters(side)} for side in (unit, around)
     )
     is_same_policy = all(
         getattr(unit, name) == getattr(around, name)
