@@ -51,7 +51,7 @@ def make_failure_head(sides: tuple[Profile, Profile], *, where: str) -> Failure:
     scopes: list[str] = []
     fixes: list[str] = []
     if isinstance(old, CommProfile) and isinstance(new, CommProfile):
-        scopes, fixes = _explain_activation_sizes(old, new)
+        scopes, fixes = _explain_uncompared_sizes(old, new)
     versions = [profile.torch_version.partition("+")[0] for profile in sides]
     if kind_of(old) == kind_of(new) and all(versions) and versions[0] != versions[1]:
         scopes.append(f"recorded with torch {versions[0]}, this is {versions[1]}")
@@ -90,7 +90,7 @@ def evidence_of(pairs: Collection[tuple[Profile, Profile]]) -> Evidence | None:
     return None
 
 
-def _explain_activation_sizes(old: CommProfile, new: CommProfile) -> tuple[list[str], list[str]]:
+def _explain_uncompared_sizes(old: CommProfile, new: CommProfile) -> tuple[list[str], list[str]]:
     """Say whether activation sizes are compared, and how to compare them, unless both have them."""
     option = "activation_nbytes=False"
     if old.sizes_activations and new.sizes_activations:
@@ -126,7 +126,7 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
         frozen=frozenset(frozen),
         partly_frozen=frozenset(partly_frozen),
         thawed=frozenset(thawed),
-        trainable=frozenset(_list_trainable_modules({*before, *after}, new.parameters)),
+        trainable=frozenset(_list_trainable_modules_and_units({*before, *after}, new.parameters)),
         old_modules=frozenset(
             prefix
             for name in old.parameters
@@ -136,11 +136,11 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
             axis for facts in new.parameters.values() for axis, _ in facts.placements
         )
         - unit_axes,
-        split_axes=_find_split_axes(old.parameters, new.parameters, unit_axes),
+        split_axes=_find_split_axes_by_module(old.parameters, new.parameters, unit_axes),
         resharded=frozenset(
             name.rpartition(".")[0]
             for name in old.parameters.keys() & new.parameters.keys()
-            if _list_shards(old.parameters[name]) != _list_shards(new.parameters[name])
+            if _list_shard_axes(old.parameters[name]) != _list_shard_axes(new.parameters[name])
         ),
         unmanaged=frozenset(
             name.rpartition(".")[0]
@@ -175,7 +175,7 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
     )
 
 
-def _find_split_axes(
+def _find_split_axes_by_module(
     old: Mapping[str, ParameterFacts],
     new: Mapping[str, ParameterFacts],
     unit_axes: set[str | None],
@@ -184,17 +184,17 @@ def _find_split_axes(
     # Units gather their parameters before use, so their axes split no work.
     axes: defaultdict[str, frozenset[str]] = defaultdict(frozenset)
     for name in old.keys() & new.keys():
-        same = _list_shards(old[name]) & _list_shards(new[name])
+        same = _list_shard_axes(old[name]) & _list_shard_axes(new[name])
         axes[name.rpartition(".")[0]] |= {axis for axis, _ in same} - unit_axes
     return axes
 
 
-def _list_shards(facts: ParameterFacts) -> set[tuple[str, str]]:
+def _list_shard_axes(facts: ParameterFacts) -> set[tuple[str, str]]:
     """Return the axes over which a parameter is sharded, with the placements."""
     return {(axis, how) for axis, how in facts.placements if how.startswith("Shard")}
 
 
-def _list_trainable_modules(
+def _list_trainable_modules_and_units(
     units: set[str], parameters: Mapping[str, ParameterFacts]
 ) -> Iterator[str]:
     """Yield the module and the unit of each trainable parameter."""

@@ -194,8 +194,8 @@ def _make_root_options(item: pytest.Item) -> list[str]:
     config = item.config
     parents = itertools.takewhile(lambda path: path != config.rootpath, item.path.parents)
     files = [path / f"{dot}{name}" for path in parents for name in _SETTINGS for dot in ("", ".")]
-    given = config.option.rootdir or config.option.inifilename
-    if not given and not any(file.exists() for file in files):
+    is_set = config.option.rootdir or config.option.inifilename
+    if not is_set and not any(file.exists() for file in files):
         return []
     paths = {"--rootdir": config.rootpath, "--config-file": config.inipath}
     return [f"{key}={shell_word(path_from(config, path))}" for key, path in paths.items() if path]

@@ -221,12 +221,12 @@ def read_world(lines: SnapshotLines) -> World:
         with lines.locate_errors(number):
             text, _, count = lines.line(number).removeprefix(_MESH).partition(_GROUPS)
             num_groups = int(count) if re.fullmatch(NUMBER, count) else 1
-            axes += (replace(axis, num_groups=num_groups) for axis in _read_axes(text, size))
+            axes += (replace(axis, num_groups=num_groups) for axis in _read_mesh_axes(text, size))
         number += 1
     return World(size=size, ranks=ranks, mesh_axes=merge_axes(axes), end=number)
 
 
-def _read_axes(text: str, world_size: int) -> tuple[MeshAxis, ...]:
+def _read_mesh_axes(text: str, world_size: int) -> tuple[MeshAxis, ...]:
     escaped, _, layout = text.rpartition("=")
     name = unescape(escaped)
     shape, _, how = layout.partition(" ")

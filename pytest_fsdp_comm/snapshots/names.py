@@ -31,7 +31,7 @@ def make_basename(test_name: str, variant: str, index: str | int) -> str:
     if not label:
         return name
     parts = ".".join(map(_escape_for_file_name, label.split(PART)))
-    return f"{name}.{_shorten_name(parts, _MAX_INDEX)}"
+    return f"{name}.{_shorten_with_digest(parts, _MAX_INDEX)}"
 
 
 def escape_test_name(test_name: str) -> str:
@@ -41,7 +41,7 @@ def escape_test_name(test_name: str) -> str:
     written = ".".join(map(_escape_for_file_name, head.split("."))) + _escape_for_file_name(
         bracket + params
     )
-    return _shorten_name(written, _MAX_TEST)
+    return _shorten_with_digest(written, _MAX_TEST)
 
 
 def read_basename(name: str) -> tuple[str, str] | None:
@@ -85,7 +85,7 @@ def _escape_for_file_name(text: str) -> str:
     )
 
 
-def _shorten_name(written: str, most: int) -> str:
+def _shorten_with_digest(written: str, most: int) -> str:
     if len(written) <= most:
         return written
     digest = hashlib.sha256(written.encode()).hexdigest()[:_DIGEST]

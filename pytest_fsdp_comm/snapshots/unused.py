@@ -206,8 +206,8 @@ class UnusedSnapshots:
     ) -> Iterator[Path]:
         """Yield the unused files (see Note [Unused files])."""
         root = self._options.snapshot_dir
-        here = self._config.invocation_params.dir
-        arguments = [Path(here, str(argument)).resolve() for argument in self._config.args]
+        start = self._config.invocation_params.dir
+        arguments = [Path(start, str(argument)).resolve() for argument in self._config.args]
         for path in list_snapshot_files(root):
             directory, parts = path.parent.relative_to(root), read_basename(path.stem)
             if (
