@@ -47,7 +47,7 @@ def render_comparison(
     # Do not list the peak again if the cost lines already report it.
     repeated = "memory" if any("peak gathered" in line for line in cost) else ""
     rows = [change for change in comparison.remaining if change.subject != repeated]
-    main, rest = _split_main_and_rest(comparison, sorted(rows, key=change_sort_key))
+    main, rest = _make_main_and_remaining_statements(comparison, sorted(rows, key=change_sort_key))
     if repeated and not main:
         more = "more" if comparison.cost.peak_after > comparison.cost.peak_before else "fewer"
         text = f"all calls unchanged, but {more} parameters are gathered at the same time"
@@ -69,14 +69,14 @@ def render_comparison(
     )
 
 
-def _split_main_and_rest(
+def _make_main_and_remaining_statements(
     comparison: Comparison, rows: Sequence[Change]
 ) -> tuple[list[Statement], list[Statement]]:
     """Return the main changes, which precede causes and costs, and the rest."""
     steps = [*_make_step_statements(comparison)]
     described = [
-        (joined[0], _make_rows_statement(joined, comparison))
-        for joined in _group_except_sizes(rows)
+        (joined[0], _make_joint_row_statement(joined, comparison))
+        for joined in _group_changes_ignoring_sizes(rows)
     ]
     frames, reshards = (
         [statement for row, statement in described if row.subject == subject]
@@ -96,20 +96,20 @@ def _split_main_and_rest(
         if row.subject == "collective" and not (steps or row.what.startswith("barrier"))
     ]
     exposures = [*_make_exposure_statements(comparison)]
-    waits = [*_make_wait_statements(comparison)]
+    waits = [*_make_host_wait_statements(comparison)]
     late = [*_make_timing_statements(comparison)]
     # Changes in prefetching are more likely the change than waits that expose nothing.
     effects = [*sending, *exposures, *(late if waits else ()), *waits]
     # A row that no step explains may change the most bytes.
     sent = [change for change in comparison.changes if change.subject == "collective"]
-    most = max((abs(_find_nbytes_growth(change)) for change in sent), default=0)
+    most = max((abs(_compute_nbytes_growth(change)) for change in sent), default=0)
     steps[1:1] = [
         entry
         for row, entry in described
-        if steps and row.subject == "collective" and abs(_find_nbytes_growth(row)) == most > 0
+        if steps and row.subject == "collective" and abs(_compute_nbytes_growth(row)) == most > 0
     ]
     # Other sizes or layouts of the mesh say more than the steps that follow from them.
-    is_mesh_first = not all(map(_is_row_or_axis_rename, comparison.changes))
+    is_mesh_first = any(map(_is_frame_change_beyond_names, comparison.changes))
     first = [*frames, *steps, *effects] if is_mesh_first else [*steps, *effects, *frames]
     # Changes in units precede changes in timing, which result from them.
     second = [entry for entry in (*others, *late) if entry not in effects]
@@ -149,9 +149,9 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str = "") ->
             continue
         what, noun, breaks = text_key
         severity: Severity = "breaks training" if breaks else "change"
-        text = f"{_name_subjects(names, noun)}: {what}"
+        text = f"{_name_tree_subjects(names, noun)}: {what}"
         if text_key in replaced:
-            text = f"{_name_subjects(subjects[replaced[text_key]], noun)}: removed; {text}"
+            text = f"{_name_tree_subjects(subjects[replaced[text_key]], noun)}: removed; {text}"
         statements.append(
             Statement(severity=severity, text=text, causes=tuple(causes[what, noun, breaks]))
         )
@@ -164,7 +164,7 @@ def render_tree_changes(changes: Sequence[TreeChange], *, snapshot: str = "") ->
     )
 
 
-def _find_nbytes_growth(change: Change) -> int:
+def _compute_nbytes_growth(change: Change) -> int:
     """Return how many bytes more all modules send."""
     return (nbytes_of(change.after) - nbytes_of(change.before)) * len(change.owners)
 
@@ -190,13 +190,13 @@ def _is_change_of_norms(change: Change, comparison: Comparison) -> bool:
     )
 
 
-def _is_row_or_axis_rename(change: Change) -> bool:
-    """Whether a change affects rows, or only the names of mesh axes."""
+def _is_frame_change_beyond_names(change: Change) -> bool:
+    """Whether a change affects the mesh, ranks or sizes of a run, not only names of axes."""
     old, new = (_AXIS_NAME.sub("", text) for text in (change.old_text, change.new_text))
-    return change.subject != "frame" or old == new
+    return change.subject == "frame" and old != new
 
 
-def _name_subjects(patterns: Sequence[str], noun: str) -> str:
+def _name_tree_subjects(patterns: Sequence[str], noun: str) -> str:
     """Name up to 3 subjects of a tree; if there are more, name the modules that contain them."""
     if len(patterns) <= _MAX_SUBJECTS:
         return ", ".join(patterns)
@@ -237,7 +237,7 @@ def _make_exposure_statements(comparison: Comparison) -> Iterator[Statement]:
         yield Statement(severity=severity, text=change.describe(), place=place)
 
 
-def _make_wait_statements(comparison: Comparison) -> Iterator[Statement]:
+def _make_host_wait_statements(comparison: Comparison) -> Iterator[Statement]:
     """Yield a statement about each new host wait that is not the cause of exposed calls."""
     named = [step for cause in comparison.causes for step in cause.steps]
     for step, text in zip(comparison.reported, comparison.sentences, strict=True):
@@ -265,7 +265,7 @@ def _make_step_statement(
     step: TrainingChange | Step, text: str, comparison: Comparison
 ) -> Statement:
     breaks = any(step is problem for problem in comparison.training)
-    calls = _find_new_calls_of_step(step, comparison)
+    calls = _find_step_call_sites(step, comparison)
     return Statement(
         severity="breaks training" if breaks else "change",
         text=text,
@@ -279,12 +279,12 @@ def _make_step_statement(
 def _make_cause_statement(cause: Cause, comparison: Comparison) -> Statement:
     """State a likely cause; if the host waits, with the lines of code where it does."""
     calls = NewCalls.join(
-        _find_new_calls_of_step(step, comparison) for step in cause.steps if isinstance(step, Waits)
+        _find_step_call_sites(step, comparison) for step in cause.steps if isinstance(step, Waits)
     )
     return Statement(severity="likely", text=cause.text, place=_describe_call_sites(calls))
 
 
-def _group_except_sizes(rows: Iterable[Change]) -> Iterable[Sequence[Change]]:
+def _group_changes_ignoring_sizes(rows: Iterable[Change]) -> Iterable[Sequence[Change]]:
     """Group new rows of modules, or lost ones, that differ only in the sizes of their calls."""
     groups: defaultdict[object, list[Change]] = defaultdict(list)
     for change in rows:
@@ -297,7 +297,7 @@ def _group_except_sizes(rows: Iterable[Change]) -> Iterable[Sequence[Change]]:
     return groups.values()
 
 
-def _make_rows_statement(changes: Sequence[Change], comparison: Comparison) -> Statement:
+def _make_joint_row_statement(changes: Sequence[Change], comparison: Comparison) -> Statement:
     """Describe changes that no step explains, and that share a line."""
     if len(changes) == 1:
         return _make_row_statement(changes[0], comparison)
@@ -314,7 +314,7 @@ def _make_rows_statement(changes: Sequence[Change], comparison: Comparison) -> S
 
 def _make_row_statement(change: Change, comparison: Comparison, amount: str = "") -> Statement:
     """Describe a change that no step explains; `amount` replaces its bytes."""
-    calls = _drop_backward_call_sites(_find_new_calls_of_change(change, comparison))
+    calls = _drop_backward_call_sites(_find_change_call_sites(change, comparison))
     # If parameters have new shapes, as many calls as before have new sizes.
     is_resized = change.subject == "collective" and any(
         isinstance(step, Step) and step.is_effect for step in comparison.reported
@@ -343,7 +343,7 @@ def _add_call_sites(
         new = [
             lines
             for row in differing
-            if (lines := _list_call_sites(_find_new_calls_of_change(row, comparison)))
+            if (lines := _list_call_sites(_find_change_call_sites(row, comparison)))
         ]
         sites = new[0] if new else []
     num = len(comparison.training) or 1
@@ -353,7 +353,7 @@ def _add_call_sites(
     ]
 
 
-def _find_new_calls_of_step(step: TrainingChange | Step, comparison: Comparison) -> NewCalls:
+def _find_step_call_sites(step: TrainingChange | Step, comparison: Comparison) -> NewCalls:
     """Return the lines of code that issued a change's new calls; empty if they are unknown."""
     if not isinstance(step, Replaced) or step.writes != "rows":
         return NewCalls()
@@ -370,7 +370,7 @@ def _drop_backward_call_sites(calls: NewCalls) -> NewCalls:
     return replace(calls, sites=tuple(site for site in calls.sites if not site[1].is_of_backward))
 
 
-def _find_new_calls_of_change(change: Change, comparison: Comparison) -> NewCalls:
+def _find_change_call_sites(change: Change, comparison: Comparison) -> NewCalls:
     """Return a change's new calls; if added forwards are a cause, drop lines that had old calls."""
     calls, more = change.new_calls, count_calls(change.after) - count_calls(change.before)
     if not any(cause.text.startswith(NO_BACKWARD) for cause in comparison.causes):
@@ -423,7 +423,7 @@ def _describe_amounts(change: Change, times: str = "") -> str:
         before, after = (side[0] if side else None for side in sides)
         return _describe_row_change(before, after, times)
     if not all(row.ranks for side in sides for row in side):
-        return f"{_show_amounts(change.before)} -> {_show_amounts(change.after)}"
+        return f"{_show_amounts_by_ranks(change.before)} -> {_show_amounts_by_ranks(change.after)}"
     old, new = ({rank: row for row in side for rank in row.ranks} for side in sides)
     ranks_by_text: defaultdict[str, list[int]] = defaultdict(list)
     for rank in sorted({**old, **new}):
@@ -476,7 +476,7 @@ def _show_calls_except(amount: Row, excluded: Row) -> str:
     return join_first(texts, _MAX_CALLS)
 
 
-def _show_amounts(amounts: Sequence[Row]) -> str:
+def _show_amounts_by_ranks(amounts: Sequence[Row]) -> str:
     ranks_by_calls: defaultdict[tuple[str, bool], list[int]] = defaultdict(list)
     for amount in amounts:
         nbytes = show_nbytes(amount.nbytes, amount.unsized)
@@ -510,7 +510,7 @@ def change_sort_key(change: Change) -> tuple[bool, bool, bool, int]:
     """Return the sort key that puts the most important change first."""
     # Collectives come before unshards, which only repeat all-gathers, and before memory and assumed
     # values. In both groups, traffic that grows and gradients that shrink come before the rest.
-    growth = _find_nbytes_growth(change)
+    growth = _compute_nbytes_growth(change)
     is_late = change.subject in {"reshard", "memory", "answer"}
     calls = [call for row in change.before for call in row.calls] if change.after else []
     is_less = growth < 0 and any(call.role == Role.GRADIENTS for call in calls)

@@ -23,13 +23,13 @@ def cost_lines(cost: Cost, *, width: int = _WIDTH) -> tuple[str, ...]:
     total: list[str] = []
     parts: list[str] = []
     if by_bytes:
-        total, parts = _describe_bytes(cost, by_bytes)
+        total, parts = _describe_byte_changes(cost, by_bytes)
     elif by_count:
-        total, parts = _describe_calls(cost, by_count)
+        total, parts = _describe_call_changes(cost, by_count)
     if cost.exposed_before != cost.exposed_after:
         change = show_nbytes_change(cost.exposed_before, cost.exposed_after)
         total.append(f"exposed {change} per rank")
-    total += _describe_peak(cost, by_bytes)
+    total += _describe_peak_change(cost, by_bytes)
     if total and not by_bytes and cost.after.nbytes:
         total.insert(0, "bytes unchanged")
     total += _describe_calls_of_unknown_size(cost, is_alone=not total)
@@ -45,7 +45,7 @@ def _find_changed_parts(cost: Cost, number: Callable[[Volume], int]) -> list[Par
     return sorted(filter(growth, cost.collectives), key=lambda part: -abs(growth(part)))
 
 
-def _describe_bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str]]:
+def _describe_byte_changes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str]]:
     """Return statements about the total bytes, and about the bytes of each kind."""
     used = [part for part in cost.collectives if part.before.nbytes or part.after.nbytes]
     num_kinds = Counter(part.axis for part in used)
@@ -69,7 +69,7 @@ def _describe_bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str],
         (part,) = changed
         change = f"{_show_bytes_change(part)} {ranks}"
         head = f"{_show_bytes_growth(part)} bytes in {_label(part)} ({change})"
-        if any(_count_calls_of_unknown_size(part)):
+        if any(_count_calls_if_sizes_unknown(part)):
             head = f"bytes in {_label(part)}: {change}"
         return [head, *axes, *in_all], calls
     if cost.before.nbytes == cost.after.nbytes:
@@ -93,7 +93,7 @@ def _describe_bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str],
     return [head, *axes], [*parts, *calls]
 
 
-def _describe_calls(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str]]:
+def _describe_call_changes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str]]:
     """Return statements about the total calls, and about the calls of each kind."""
     ranks = _describe_ranks_of_cost(cost)
 
@@ -112,7 +112,7 @@ def _describe_calls(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str],
     ]
 
 
-def _describe_peak(cost: Cost, changed: Sequence[PartCost]) -> list[str]:
+def _describe_peak_change(cost: Cost, changed: Sequence[PartCost]) -> list[str]:
     before, after = cost.peak_before, cost.peak_after
     if before == after:
         # Changed all-gathers often change the peak, so also report a peak that is unchanged.
@@ -149,7 +149,7 @@ def _label(part: PartCost) -> str:
 
 
 def _show_bytes_growth(part: PartCost | Cost) -> str:
-    if any(_count_calls_of_unknown_size(part)):
+    if any(_count_calls_if_sizes_unknown(part)):
         return "unknown"
     growth = show_growth(part.before.nbytes, part.after.nbytes)
     # "<0.1 % fewer" would suggest that there are fewer calls, but there are more.
@@ -159,7 +159,7 @@ def _show_bytes_growth(part: PartCost | Cost) -> str:
 
 def _show_bytes_change(part: PartCost | Cost) -> str:
     before, after = part.before, part.after
-    sides = show_nbytes_change(before.nbytes, after.nbytes, _count_calls_of_unknown_size(part))
+    sides = show_nbytes_change(before.nbytes, after.nbytes, _count_calls_if_sizes_unknown(part))
     # Also print the number of calls if it grew and the bytes do not show that: either they did not
     # grow, or the average call is now less than half as large.
     is_split = after.count * before.nbytes > 2 * before.count * after.nbytes
@@ -169,7 +169,7 @@ def _show_bytes_change(part: PartCost | Cost) -> str:
     return sides
 
 
-def _count_calls_of_unknown_size(part: PartCost | Cost) -> tuple[int, int]:
+def _count_calls_if_sizes_unknown(part: PartCost | Cost) -> tuple[int, int]:
     """Return each side's calls of unknown size, if all calls of one side have an unknown size."""
     if part.before.unsized and part.after.unsized:
         return 0, 0

@@ -231,7 +231,7 @@ def join_failures(failures: Mapping[str, Failure], *, command: str, test: str) -
     if len(failures) == 1:
         return replace(next(iter(failures.values())), command=command, test=test)
     values = list(failures.values())
-    named = _name_statements(failures)
+    named = _name_and_sort_statements(failures)
     # Several values may have the same cause.
     others = dict.fromkeys(
         entry for entry in chain.from_iterable(named) if entry.severity != "change"
@@ -245,7 +245,7 @@ def join_failures(failures: Mapping[str, Failure], *, command: str, test: str) -
         heads=tuple(f"  {name}: {value.head}" for name, value in failures.items()),
         compared=compared,
         problem=values[0].problem if is_same_problem else "; ".join(problems),
-        statements=(*others, *_order_changes(named)),
+        statements=(*others, *_interleave_changes(named)),
         command=command,
         test=test,
     )
@@ -257,7 +257,7 @@ def join_failures(failures: Mapping[str, Failure], *, command: str, test: str) -
     return replace(joined, head=head, heads=())
 
 
-def _name_statements(failures: Mapping[str, Failure]) -> list[list[Statement]]:
+def _name_and_sort_statements(failures: Mapping[str, Failure]) -> list[list[Statement]]:
     """Return the statements of each value with its name, and those of trees last."""
     recordings, trees = (
         {name: value for name, value in failures.items() if (value.compared == "fsdp_tree") == side}
@@ -291,7 +291,7 @@ def _name_statements(failures: Mapping[str, Failure]) -> list[list[Statement]]:
     return named
 
 
-def _order_changes(named: Iterable[Sequence[Statement]]) -> list[Statement]:
+def _interleave_changes(named: Iterable[Sequence[Statement]]) -> list[Statement]:
     """Take changes from all values in turn, so that each value has one of the first lines."""
     changes: list[list[Statement | None]]
     changes = [[entry for entry in entries if entry.severity == "change"] for entries in named]

@@ -65,7 +65,7 @@ def timeline_of(recording: Recording) -> Timeline:
     records.sort(key=attrgetter("index"))
     units = {name for reshard in recording.reshards for name in (reshard.module or "").split("+")}
     entries: dict[Entry, int] = {}
-    first = (_make_entry(record, units) for record in records[:MAX_ENTRIES])
+    first = (_make_timeline_entry(record, units) for record in records[:MAX_ENTRIES])
     order = tuple(entries.setdefault(entry, len(entries)) for entry in first)
     return Timeline(
         ranks=(recording.rank,),
@@ -76,7 +76,7 @@ def timeline_of(recording: Recording) -> Timeline:
     )
 
 
-def _make_entry(record: Collective | Reshard | HostWait, units: Collection[str]) -> Entry:
+def _make_timeline_entry(record: Collective | Reshard | HostWait, units: Collection[str]) -> Entry:
     phase = record.phase.value
     match record:
         case Collective():
