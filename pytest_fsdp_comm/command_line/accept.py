@@ -61,8 +61,8 @@ def _choose_files(files: Sequence[Path], patterns: Sequence[str]) -> list[Path]:
     """Return the files that match a pattern; all files if there are no patterns."""
     if not patterns:
         return [*files]
-    chosen = {key: [file for file in files if _is_chosen(file, key)] for key in patterns}
-    unknown = [pattern for pattern, found in chosen.items() if not found]
+    matches = {key: [file for file in files if _is_match(file, key)] for key in patterns}
+    unknown = [pattern for pattern, paths in matches.items() if not paths]
     if unknown:
         names = ", ".join(map(quote_text, unknown))
         listed = [printable(file.as_posix()) for file in files]
@@ -70,10 +70,10 @@ def _choose_files(files: Sequence[Path], patterns: Sequence[str]) -> list[Path]:
             f"expected names or patterns of received snapshots, got {names}, which match none of "
             f"{join_first(listed, _MAX_LISTED) or '0 files'}"
         )
-    return sorted({file for found in chosen.values() for file in found})
+    return sorted({file for paths in matches.values() for file in paths})
 
 
-def _is_chosen(file: Path, pattern: str) -> bool:
+def _is_match(file: Path, pattern: str) -> bool:
     """Whether a pattern is the end of a path, with wildcards, or the test's name or node id."""
     module, separator, test = pattern.rpartition(".py::")
     test = test.replace("::", ".")
@@ -102,7 +102,7 @@ def _copy_received_file(file: Path, artifacts: Path, snapshot_dir: Path) -> Pair
     old = read_snapshot(target, where=name)
     pair = Pair(old=old, new=read_document(received), old_path=name, new_path=name)
     if pair.old != pair.new:
-        _check_unchanged(pair, expected)
+        _check_unchanged_since_failure(pair, expected)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(target, str(pair.newer))
@@ -113,7 +113,7 @@ def _copy_received_file(file: Path, artifacts: Path, snapshot_dir: Path) -> Pair
     return pair
 
 
-def _check_unchanged(pair: Pair, expected: Path) -> None:
+def _check_unchanged_since_failure(pair: Pair, expected: Path) -> None:
     """Raise an error if the snapshot is not the one that the failed test compared with."""
     name = show_path(expected)
     compared = read_snapshot(expected, where=name)

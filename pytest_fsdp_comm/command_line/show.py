@@ -94,7 +94,7 @@ def _format_comm(text: SnapshotText, profile: CommProfile) -> Iterator[str]:
         scope = "each rank" if num_ranks == 1 else f"all {num_ranks} ranks together (they differ)"
         yield f"calls and bytes of {scope}"
         yield from _align_columns(_make_total_rows(totals))
-        yield from _format_exposed(totals)
+        yield from _format_exposed_bytes(totals)
     waits = [row for row in profile.rows if row.subject == "host_wait"]
     if waits:
         yield ""
@@ -124,7 +124,7 @@ def _make_total_rows(totals: Sequence[Total]) -> Iterator[Sequence[str]]:
             yield (f"  {total.kind}", f"{total.count}", show_nbytes(total.nbytes, total.unsized))
 
 
-def _format_exposed(totals: Sequence[Total]) -> Iterator[str]:
+def _format_exposed_bytes(totals: Sequence[Total]) -> Iterator[str]:
     for total in totals:
         if total.exposed_nbytes:
             part = show_nbytes_of(total.exposed_nbytes, total.nbytes)
