@@ -69,7 +69,7 @@ class CiSession:
         if report.failed and is_ours and is_reported:
             reason = (write_headline(failure) if failure else reason_of(report)) or "failed"
             hangs_at = getattr(report, HANGS_AT, "")
-            sent = [(hangs_at, reason)] if hangs_at else _list_sites_and_texts(failure)
+            sent = [(hangs_at, reason)] if hangs_at else _list_changes_with_call_sites(failure)
             location, located = self._find_failed_line(report), [*self._locate_calls(sent)]
             is_headline_located = failure is None or not failure.changes or failure.changes[0].sites
             if located and location is not None and not is_headline_located:
@@ -95,7 +95,7 @@ class CiSession:
 
         step = self.step_summary if outcomes.has_news else None
         for name, path, write in (
-            ("GITHUB_STEP_SUMMARY", step, _append_to_summary),
+            ("GITHUB_STEP_SUMMARY", step, _append_to_step_summary),
             ("--comm-summary", self.summary, write_atomically),
         ):
             try:
@@ -168,13 +168,13 @@ class CiSession:
         return self._origin.locate(path, line, root=self._config.rootpath)
 
 
-def _append_to_summary(path: Path, text: str) -> None:
+def _append_to_step_summary(path: Path, text: str) -> None:
     # Earlier sessions of this step may have written to the step summary.
     with path.open("ab") as file:
         file.write((b"\n\n" if file.tell() else b"") + text.encode())
 
 
-def _list_sites_and_texts(failure: Failure | None) -> Iterator[tuple[str, str]]:
+def _list_changes_with_call_sites(failure: Failure | None) -> Iterator[tuple[str, str]]:
     """Yield ``path:line`` and the text of each change whose call site is known."""
     for statement in failure.changes if failure else ():
         for site in statement.sites:

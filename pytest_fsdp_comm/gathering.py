@@ -178,7 +178,7 @@ class RankFiles:
             RecordingError: A rank has written nothing after `timeout_s`.
         """
         deadline, pause_s = time.monotonic() + timeout_s, 0.01
-        while len(digests := self._find_digests_by_rank()) < num_ranks:
+        while len(digests := self._find_digests_of_rank_files()) < num_ranks:
             if time.monotonic() > deadline:
                 missing = sorted({*range(num_ranks)} - digests.keys())
                 raise RecordingError(
@@ -195,7 +195,7 @@ class RankFiles:
         self.clear()
         return {rank: texts[digest] for rank, digest in sorted(digests.items())}
 
-    def _find_digests_by_rank(self) -> dict[int, str]:
+    def _find_digests_of_rank_files(self) -> dict[int, str]:
         names = (file.name.removeprefix("rank") for file in self._directory.glob("rank*.*"))
         pairs = (name.partition(".") for name in names)
         return {int(rank): digest for rank, _, digest in pairs}

@@ -109,7 +109,7 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
     Raises:
         ValueError: A variable is not a number in the expected range.
     """
-    if INSIDE_VARIABLE in environment or not _has_torch_variables(environment):
+    if INSIDE_VARIABLE in environment or not _has_rendezvous_variables(environment):
         return None
     world_size = _parse_variable(environment, "WORLD_SIZE", 1, None)
     rank = _parse_variable(environment, "RANK", 0, world_size - 1)
@@ -135,7 +135,7 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
 
 def explain_separate_processes(environment: Mapping[str, str]) -> str:
     """Return an error text if mpirun or srun started ranks without torch's variables, else ""."""
-    if INSIDE_VARIABLE in environment or _has_torch_variables(environment):
+    if INSIDE_VARIABLE in environment or _has_rendezvous_variables(environment):
         return ""
     for rank, size, local_rank in _OTHER_LAUNCHERS:
         if rank in environment and environment.get(size, "1") != "1":
@@ -151,7 +151,7 @@ def explain_separate_processes(environment: Mapping[str, str]) -> str:
     return ""
 
 
-def _has_torch_variables(environment: Mapping[str, str]) -> bool:
+def _has_rendezvous_variables(environment: Mapping[str, str]) -> bool:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return all(environment.get(name) for name in names)
 

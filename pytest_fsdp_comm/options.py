@@ -115,7 +115,7 @@ def parse_real(value: object) -> dict[str, tuple[int, ...]]:
     return axes
 
 
-def _parse_findings(lines: Sequence[str]) -> FindingSettings:
+def _parse_finding_settings(lines: Sequence[str]) -> FindingSettings:
     from pytest_fsdp_comm.tree.findings.rules import parse_settings  # noqa: PLC0415  # few sessions need them
 
     return parse_settings(lines)
@@ -310,7 +310,7 @@ DECLARED: Final = (
     ),
     Setting(
         "findings",
-        _parse_findings,
+        _parse_finding_settings,
         "levels and thresholds of fsdp_tree's findings, one per line: 'split-tie = off', "
         "'small_nbytes = 4096'",
         "those of docs/fsdp-tree.md",
@@ -435,10 +435,10 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
 
     values: dict[str, Any] = {}
     for setting in DECLARED:
-        where, raw_value = _read_raw_value(config, setting)
+        where, raw_value = _read_raw_value_and_source(config, setting)
         if raw_value is not None:
             values[setting.name] = parse_or_note(where, setting.parse, raw_value)
-    launched = parse_or_note("", _read_launch, config)
+    launched = parse_or_note("", _read_launch_refusing_xdist, config)
     if launched and config.getoption("--world-size") is None:
         # The launcher's world size describes this run, so it overrides the ini value, which is only
         # the project's default.
@@ -450,14 +450,14 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
     directory = parse_or_note(
         "ini fsdp_comm_snapshot_dir: ", partial(_resolve_snapshot_dir, config), path
     )
-    problems += _find_overwritten_snapshots(config, values, directory) if directory else []
+    problems += _find_options_overwriting_snapshots(config, values, directory) if directory else []
     if problems:
         raise pytest.UsageError(show_problems(problems))
     values |= {"snapshot_dir": directory, "launched": launched}
     return SessionOptions(**values)
 
 
-def _read_raw_value(config: pytest.Config, setting: Setting) -> tuple[str, Any]:
+def _read_raw_value_and_source(config: pytest.Config, setting: Setting) -> tuple[str, Any]:
     """Return a prefix for errors, and the option or ini value (None if neither is set)."""
     raw_value = config.getoption(setting.option) if setting.flag else None
     if setting.is_path:
@@ -470,7 +470,7 @@ def _read_raw_value(config: pytest.Config, setting: Setting) -> tuple[str, Any]:
     return where, config.getini(setting.ini_name) or None
 
 
-def _read_launch(config: pytest.Config) -> LaunchedRank | None:
+def _read_launch_refusing_xdist(config: pytest.Config) -> LaunchedRank | None:
     launched = read_launched_rank(os.environ)
     processes = config.getoption("numprocesses", default=None)
     if launched and processes:
@@ -496,7 +496,7 @@ def _resolve_snapshot_dir(config: pytest.Config, path: Path) -> Path:
     return directory
 
 
-def _find_overwritten_snapshots(
+def _find_options_overwriting_snapshots(
     config: pytest.Config, values: Mapping[str, Any], snapshot_dir: Path
 ) -> Iterator[str]:
     """Yield an error for each option whose files could replace reviewed snapshots."""

@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
         if options.world_size:
             skipped = undo.enter_context(_simulate_rank(options))
         undo.enter_context(watch_optimizer_steps(hook.note_step))
-        status = _run_and_get_status(options)
+        status = _run_script_and_get_status(options)
     status = hook.finish(status)
     if note := str(skipped):
         print_note(note)
@@ -145,7 +145,7 @@ def _simulate_rank(options: argparse.Namespace) -> Iterator[object]:
         raise
 
 
-def _run_and_get_status(options: argparse.Namespace) -> int:
+def _run_script_and_get_status(options: argparse.Namespace) -> int:
     """Run a script; print its error as Python would, and return its exit status."""
     script, *arguments = options.command
     try:
@@ -162,11 +162,11 @@ def _run_and_get_status(options: argparse.Namespace) -> int:
         return 1
     except KeyboardInterrupt as error:
         # Let Python print the error, because Python then exits as if SIGINT had killed it.
-        trace, hook = _strip_our_frames(error.__traceback__), sys.excepthook
+        trace, hook = _strip_outer_frames(error.__traceback__), sys.excepthook
         sys.excepthook = lambda kind, error, _: hook(kind, error.with_traceback(trace), trace)
         raise
     except Exception as error:  # noqa: BLE001  # any error of the script
-        error.__traceback__ = _strip_our_frames(error.__traceback__)
+        error.__traceback__ = _strip_outer_frames(error.__traceback__)
         if isinstance(error, FsdpCommError):  # a simulated rank raised it
             from pytest_fsdp_comm.simulation.world import strip_inner_frames  # noqa: PLC0415  # loads torch
 
@@ -180,7 +180,7 @@ def _run_and_get_status(options: argparse.Namespace) -> int:
     return SAME
 
 
-def _strip_our_frames(traceback: TracebackType | None) -> TracebackType | None:
+def _strip_outer_frames(traceback: TracebackType | None) -> TracebackType | None:
     """Strip the outermost frames of a traceback that belong to this package or to runpy."""
     package = str(Path(__file__).parent)
     while traceback is not None:

@@ -54,13 +54,13 @@ class RecordedScript:
             self._tree_files.clear()
         self._mode = CommMode(trace_operations=False)
         self.recorder = StepRecorder(
-            self._mode, run.first_step, run.last_step, ended=self._start_writing
+            self._mode, run.first_step, run.last_step, ended=self._check_and_start_writing
         )
         self._notes: list[str] = []
         self._writing: threading.Thread | None = None
         self._problem: FsdpCommError | None = None
 
-    def _start_writing(self) -> None:
+    def _check_and_start_writing(self) -> None:
         recording, models = self._mode.recording, self.recorder.models
         if not (recording.backend or recording.collectives):
             raise FsdpCommError(

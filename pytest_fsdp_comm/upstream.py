@@ -72,12 +72,12 @@ def private_names(reader: str) -> Iterator[None]:
     try:
         yield
     except (AttributeError, ImportError) as missing:
-        if _is_read_by_us(missing):
+        if _is_torch_name_read_by_us(missing):
             raise misread_error("torch", reader, missing) from missing
         raise
 
 
-def _is_read_by_us(missing: AttributeError | ImportError) -> bool:
+def _is_torch_name_read_by_us(missing: AttributeError | ImportError) -> bool:
     """Whether this package, not a user or torch itself, has read a name that torch lacks."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(missing.__traceback__)]
     while codes and codes[-1].co_name == "__getattr__":  # of nn.Module, torch.ops and FSDP1
