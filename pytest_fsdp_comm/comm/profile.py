@@ -231,7 +231,7 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
         reduced_in: defaultdict[int | None, set[int | None]] = defaultdict(set)
         for event in row_events:
             reduced_in[event.num_backwards].add(event.backward)
-        words = {total: _describe_backwards(total, passes) for total, passes in reduced_in.items()}
+        words = {num: _name_reducing_backwards(num, passes) for num, passes in reduced_in.items()}
         calls = [Calls.from_event(event, words[event.num_backwards]) for event in row_events]
         # Tuples are faster to hash than sites.
         sites = Counter(
@@ -266,7 +266,7 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
         )
 
 
-def _describe_backwards(total: int | None, passes: Collection[int | None]) -> str:
+def _name_reducing_backwards(total: int | None, passes: Collection[int | None]) -> str:
     """Describe which of `total` backward passes reduce gradients; return "" if all do."""
     if total is None or len(passes) == total:
         return ""

@@ -202,7 +202,7 @@ class Counts(GlobalStep):
                     matches = _make_phase_matcher(Phase[self.scope.name])
                     where = f" {name_phase(Phase[self.scope.name])}"
                 # A step with forward and backward needs no kinds.
-                phases = {key.phase for key, _ in _list_matching_calls(matches, recordings)}
+                phases = {key.phase for key, _ in _list_new_matching_calls(matches, recordings)}
                 is_step = {Phase.FORWARD, Phase.BACKWARD} <= phases
                 kinds = "" if is_step else _describe_matching_kinds(matches, recordings)
                 calls = f"all calls{where}{kinds}"
@@ -216,12 +216,12 @@ class Counts(GlobalStep):
         matches = _is_non_gradient_call_in_pass
         if self.has_activations and reductions != self.factor:
             calls = "forwards and backwards"
-        phases = {key.phase for key, _ in _list_matching_calls(matches, recordings)}
+        phases = {key.phase for key, _ in _list_new_matching_calls(matches, recordings)}
         if phases == {Phase.FORWARD} or recordings.ratio(matches, is_shared=True) != self.factor:
             # Another step changes what backward sends.
             matches = _make_phase_matcher(Phase.FORWARD)
             calls = f"all forward {self._choose_noun_for_calls(matches, recordings)}"
-        roles = {call.role for _, call in _list_matching_calls(matches, recordings)}
+        roles = {call.role for _, call in _list_new_matching_calls(matches, recordings)}
         if roles == {""}:  # user code's, which no module shows
             calls += _describe_matching_kinds(matches, recordings)
         text = self._describe_call_factor(calls, matches, recordings)
@@ -242,7 +242,8 @@ class Counts(GlobalStep):
             return key.phase is Phase.FORWARD and owner not in self.excluded
 
         is_common = recordings.ratio(is_counted, is_shared=True) == self.factor
-        who = f" of {name_modules(self._find_changed_owners(recordings))}" if self.excluded else ""
+        owners = self._find_owners_with_changed_forward(recordings) if self.excluded else []
+        who = f" of {name_modules(owners)}" if self.excluded else ""
         calls = self._choose_noun_for_calls(is_counted, recordings)
         parts = [f"forward {calls}{who}: {name_factor(self.factor)} as many"]
         parts += [] if is_common else ["apart from the other changes"]
@@ -273,11 +274,11 @@ class Counts(GlobalStep):
 
     def _choose_noun_for_calls(self, matches: Matches, recordings: Recordings) -> str:
         # If units stay unsharded, a forward gathers less; it may run as often as before.
-        roles = {call.role for _, call in _list_matching_calls(matches, recordings)}
+        roles = {call.role for _, call in _list_new_matching_calls(matches, recordings)}
         is_precise = self.factor < 1 or self.scope is not Scope.FORWARD
         return "gathers" if is_precise and roles == {Role.PARAMETERS} else "calls"
 
-    def _find_changed_owners(self, recordings: Recordings) -> list[Owner]:
+    def _find_owners_with_changed_forward(self, recordings: Recordings) -> list[Owner]:
         old, new = recordings.states
         changes = {
             owner: [
@@ -391,11 +392,11 @@ def _is_non_gradient_call_in_pass(key: RowKey, call: Calls, _owner: Owner) -> bo
 
 def _describe_matching_kinds(matches: Matches, recordings: Recordings) -> str:
     """Name the kinds and axes of matching calls: `` (recv[pp], send[pp])``; empty if many."""
-    kinds = {str(key) for key, _ in _list_matching_calls(matches, recordings)}
+    kinds = {str(key) for key, _ in _list_new_matching_calls(matches, recordings)}
     return f" ({', '.join(sorted(kinds))})" if 0 < len(kinds) <= _MAX_KINDS else ""
 
 
-def _list_matching_calls(
+def _list_new_matching_calls(
     matches: Matches, recordings: Recordings
 ) -> Iterator[tuple[RowKey, Calls]]:
     """Iterate over the matching collectives of the new recording."""
