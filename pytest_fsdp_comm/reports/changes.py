@@ -170,7 +170,7 @@ def _compute_nbytes_growth(change: Change) -> int:
 
 
 def _is_change_of_user_calls(change: Change) -> bool:
-    """Whether collectives changed that are not of units, their gradients or activations.
+    """Whether collectives changed other than those of units, gradients and activations.
 
     Collectives of activations count if all of them are new, or none is left.
     """

@@ -216,7 +216,8 @@ def module_table(old: CommProfile, new: CommProfile) -> ModuleTable:
                 cell[side] += row.nbytes
                 cell[2 + side] += row.unsized
     columns = tuple(sorted(root.total, key=lambda column: (column[0], _PHASES[Phase(column[1])])))
-    return ModuleTable(columns=columns, rows=tuple(_module_rows(root, columns)), of_rank=of_rank)
+    rows = tuple(_make_module_rows(root, columns))
+    return ModuleTable(columns=columns, rows=rows, of_rank=of_rank)
 
 
 def _split_owner_name(owner: str | None) -> list[str]:
@@ -226,7 +227,7 @@ def _split_owner_name(owner: str | None) -> list[str]:
     return [owner] if "+" in owner else owner.split(".") if owner else []
 
 
-def _module_rows(root: _Node, columns: tuple[Column, ...]) -> Iterator[ModuleRow]:
+def _make_module_rows(root: _Node, columns: tuple[Column, ...]) -> Iterator[ModuleRow]:
     pending: list[tuple[str, int, int, _Node, bool]] = [(ROOT_TEXT, 0, 1, root, False)]
     while pending:
         name, depth, count, node, is_part = pending.pop()
