@@ -69,8 +69,8 @@ class CiSession:
         if report.failed and is_ours and is_reported:
             reason = (write_headline(failure) if failure else reason_of(report)) or "failed"
             hangs_at = getattr(report, HANGS_AT, "")
-            sent = [(hangs_at, reason)] if hangs_at else _list_changes_with_call_sites(failure)
-            location, located = self._find_failed_line(report), [*self._locate_calls(sent)]
+            calls = [(hangs_at, reason)] if hangs_at else _list_changes_with_call_sites(failure)
+            location, located = self._find_failed_line(report), [*self._locate_calls(calls)]
             is_headline_located = failure is None or not failure.changes or failure.changes[0].sites
             if located and location is not None and not is_headline_located:
                 # Otherwise, the annotations would name only less important changes.
@@ -142,12 +142,12 @@ class CiSession:
             ended_early=f"The session ended early ({reason}): not all tests ran." if reason else "",
         )
 
-    def _locate_calls(self, sent: Iterable[tuple[str, str]]) -> Iterator[tuple[FileLine, str]]:
+    def _locate_calls(self, calls: Iterable[tuple[str, str]]) -> Iterator[tuple[FileLine, str]]:
         """Yield each text once, with the first of its lines that is in the checkout."""
         # Call sites are relative to the directory in which pytest started.
         start = self._config.invocation_params.dir
         locations: dict[str, FileLine] = {}
-        for site, text in sent:
+        for site, text in calls:
             path, _, line = site.rpartition(":")
             location = self._locate_line(start / path, int(line))
             if location is not None:
