@@ -302,7 +302,7 @@ class Counts(GlobalStep):
             kinds = {row.what for side in recordings.sides for row in side.collectives}
             is_between_stages = set() != kinds <= BETWEEN_STAGES
             placed = "fewer micro-batches or stages, or stages placed on other ranks"
-            return placed if is_between_stages else ""
+            return placed if is_between_stages else self._explain_fewer_passes(recordings)
         if not (is_whole or self.scope is Scope.FORWARD):
             return ""
         often = f"{self.factor} times as many"
@@ -346,6 +346,22 @@ class Counts(GlobalStep):
             return f"{resharded}: is set_reshard_after_backward(False) still called?"
         alternative = "" if is_certain else f", or {resharded}"
         return f"gradients accumulated over {often} micro-batches{alternative}"
+
+    def _explain_fewer_passes(self, recordings: Recordings) -> str:
+        reshards = [count_acts(side, Phase.FORWARD, "reshard") for side in recordings.sides]
+        if self.scope is Scope.FORWARD:
+            is_of_forward = recordings.is_unchanged(_make_phase_matcher(Phase.BACKWARD))
+            return f"fewer {NO_BACKWARD}" if is_of_forward and reshards[0] > reshards[1] else ""
+        often = f"{name_factor(self.factor)} as many"
+        roles = {call.role for row in recordings.old.collectives for call in row.calls}
+        if self.scope is Scope.EVERYTHING and {Role.PARAMETERS, Role.GRADIENTS} <= roles:
+            return f"{often} steps, or {often} micro-batches that each reduce gradients"
+        is_of_passes = self.scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}
+        if not is_of_passes or recordings.ratio(_is_gradient_reduction, is_shared=True) != 1:
+            return ""
+        # Units that stay gathered after backward send less, but forward still reshards them.
+        is_certain = self.has_activations or reshards[0] > reshards[1]
+        return f"gradients accumulated over {often} micro-batches" if is_certain else ""
 
     def _explain_more_forwards(self, recordings: Recordings, often: str, *, is_whole: bool) -> str:
         sides = ([row for row in side.rows if row.what == "send"] for side in recordings.sides)
