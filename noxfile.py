@@ -51,7 +51,7 @@ def record(session: nox.Session) -> None:
 def accept(session: nox.Session) -> None:
     """Run everything that a change needs, with real ranks."""
     session.run("pytest", "--world-size", "4", "examples")
-    session.run("pytest", "-n", "4", "--dist", "worksteal", *session.posargs)
+    session.run("pytest", "-n", "4", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session
@@ -66,7 +66,7 @@ def busy(session: nox.Session) -> None:
     endless = ("nice", "-n", "19", sys.executable, "-c", "while True: pass")
     load = [subprocess.Popen(endless) for _ in range(10)]  # noqa: S603  # our own command
     try:
-        session.run("pytest", "-q", "-n", "2", "--dist", "worksteal", *session.posargs)
+        session.run("pytest", "-q", "-n", "2", "--dist", "loadfile", *session.posargs)
     finally:
         for process in load:
             process.kill()

@@ -5,7 +5,7 @@ usage: python3 run.py demo [pytest's arguments]
 
   demo   compare a training step of a Hugging Face Llama on 4 ranks with its reviewed snapshots
          (pytest --world-size 4 examples)
-  test   run the tests of this project in four processes (pytest -n 4 --dist worksteal)
+  test   run the tests of this project in four processes (pytest -n 4 --dist loadfile)
 
 Both use the active virtual environment. If none is active, they use .venv in the directory of this
 file, and create it if it is missing. The first run installs the versions pinned in constraints.txt.
@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parent
 COMMANDS = {
     "demo": ["--world-size", "4", "examples"],
     # Tests wait half of their time for sessions and ranks, so four processes keep two cores busy.
-    # `worksteal` runs neighbouring tests in one process, where they share module fixtures.
-    "test": ["-n", "4", "--dist", "worksteal"],
+    # `loadfile` runs the tests of a file in one process, where they share module fixtures.
+    "test": ["-n", "4", "--dist", "loadfile"],
 }
 OLDEST = (3, 11)
 STAMP = "pytest-fsdp-comm.installed"

@@ -128,7 +128,7 @@ def test_missing_environment_is_created_once(project, tmp_path):
         *map(str, (project.path, made, made / "bin" / "pytest")),
     ]
     again = project.run("test", "tests/unit", "--help")
-    assert json.loads(again.stdout)[0] == ["-n", "4", "--dist", "worksteal", "tests/unit", "--help"]
+    assert json.loads(again.stdout)[0] == ["-n", "4", "--dist", "loadfile", "tests/unit", "--help"]
     assert (again.returncode, again.stderr) == (3, "")
     assert installations(made) == [INSTALLS]
 
