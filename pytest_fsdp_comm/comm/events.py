@@ -244,6 +244,10 @@ class Gap:
     """The ranks with this gap, ascending; empty for all recorded ranks."""
 
 
+SKIPPED: Final = "skipped"
+"""The value of an `Answer` if a simulated rank has skipped a call, such as a checkpoint."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Answer:
     """A value that a simulated rank assumed because it could not compute the real one."""
@@ -256,6 +260,13 @@ class Answer:
     """The value's repr."""
     call_site: str = field(default="", compare=False)
     """``path:line`` of the code in `site`. Reported, never compared."""
+
+    @property
+    def note(self) -> str:
+        """The answer's entry in `Recording.notes`."""
+        if self.value == SKIPPED:
+            return f"{self.call_site} skipped {self.how}, and what it would have sent"
+        return f"{self.call_site} received the assumed value {self.value} ({self.how})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,6 @@ from pytest_fsdp_comm.recording.owners.tensors import TensorOwners, find_redistr
 from pytest_fsdp_comm.recording.pending import Event, OwnerNames, Pending
 from pytest_fsdp_comm.recording.private import READER
 from pytest_fsdp_comm.recording.value_dependence import (
-    SKIPPED,
     ValueReads,
     answers_of_process,
 )
@@ -246,13 +245,7 @@ class Recorder:
                 *dict.fromkeys(self._notes),
                 *notes,
                 *(gap.text for gap in gaps),
-                *(
-                    f"{answer.call_site} skipped {answer.how}, and what it would have sent"
-                    if answer.value == SKIPPED
-                    else f"{answer.call_site} received the assumed value {answer.value} "
-                    f"({answer.how})"
-                    for answer in answers
-                ),
+                *(answer.note for answer in answers),
             ),
             peak_gathered_nbytes=self.units.peak_gathered_nbytes(units, names.modules.modules),
             gaps=gaps,

@@ -110,8 +110,6 @@ class KeptAnswers:
                 yield from answers
 
 
-SKIPPED: Final = "skipped"
-"""The value of an `Answer` if a simulated rank has skipped a call, such as a checkpoint."""
 answers_of_process: Final = KeptAnswers()
 
 

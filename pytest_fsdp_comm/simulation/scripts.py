@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from pytest_fsdp_comm.comm.events import SKIPPED
 from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.recording.patches import Replacement, patch_attributes, wrap_attribute
-from pytest_fsdp_comm.recording.value_dependence import SKIPPED, add_assumption
+from pytest_fsdp_comm.recording.value_dependence import add_assumption
 from pytest_fsdp_comm.simulation.memory import SimulationError
 
 _CHECKPOINT: Final = "torch.distributed.checkpoint"

@@ -33,7 +33,9 @@ def explain_profiles(
     match sides:
         case CommProfile() as old, CommProfile() as new:
             comparison = comm_diff.compare(old, new, evidence)
-            statements = render_comparison(comparison, notes=new.notes).statements
+            reviewed = {answer.note for answer in new.answers if answer in old.answers}
+            notes = [note for note in new.notes if note not in reviewed]
+            statements = render_comparison(comparison, notes=notes).statements
         case TreeProfile() as old, TreeProfile() as new:
             carried_elements = 0 if evidence is None else evidence.carried_elements
             changes = tree_diff.compare(old, new, carried_elements=carried_elements)

@@ -150,6 +150,21 @@ def three_axes_replicas_reduced_for_each_micro_batch(changed):
 
 
 @regression(worlds=(8, 8), is_reversible=True)
+def three_axes_only_the_all_reduce_is_deferred(changed):
+    axes = mesh(replicate=2, shard=2, tp=2)
+    model = sharded(axes={"tp": axes["tp"], "dp": axes["replicate", "shard"]})
+
+    def run():
+        for number in range(2):
+            is_last = number == 1
+            model.set_requires_gradient_sync(changed or is_last)
+            model.set_requires_all_reduce(is_last)
+            step(model)
+
+    return model, run
+
+
+@regression(worlds=(8, 8), is_reversible=True)
 def three_axes_sequence_parallel_switched_off(changed):
     axes = mesh(replicate=2, shard=2, tp=2)
     axes = {"tp": axes["tp"], "dp": axes["replicate", "shard"]}

@@ -117,6 +117,10 @@ def test_added_or_removed_answer_fails_the_comparison(pytester, run):
     new = run(SOURCE.replace("SPARE = 0", "print(loss.item())"))
     new.assert_outcomes(failed=1)
     new.stdout.fnmatch_lines(["*assumed value in test_it:test_step (item): now 1.0*"])
+    # Notes say where the new value was read; the reviewed one needs no note.
+    notes = [line for line in new.stdout.lines if "received the assumed value" in line]
+    assert len(notes) == 1
+    assert "note: test_it.py:" in notes[0]
     lost = run(SOURCE.replace("y.mean().item()", "0"))
     lost.assert_outcomes(failed=1)
     lost.stdout.fnmatch_lines(["*assumed value in test_it:Logging.forward (item): 1.0 -> none*"])

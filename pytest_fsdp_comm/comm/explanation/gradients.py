@@ -165,12 +165,12 @@ class ReducedTimes(_GradientStep):
             }
             for state in recordings.states
         ]
-        often = f"{self.times} times as often"
+        often = f"{name_factor(self.times)} as often"
         if all(len(side) == 1 for side in counts):
             # Without FSDP, each parameter of a module has calls of its own.
             often = "{} -> {} times" if self.is_sharded else "in {} -> {} calls"
             often = often.format(*chain(*counts))
-        kinds = ", ".join(sorted({row.what for row in list_collective_rows(self.rows)}))
+        kinds = ", ".join(self._list_kinds(recordings))
         gathers = self._describe_unchanged_gathers(recordings)
         text = f"gradients of {name_modules(self.owners)} reduced {often} ({kinds}){gathers}"
         # Until FSDP reduces them, it accumulates gradients unsharded.
@@ -190,7 +190,7 @@ class ReducedTimes(_GradientStep):
         if self.times <= 1:
             return ""
         kinds = {row.what for row in list_collective_rows(self.rows)}
-        if kinds == {"reduce_scatter"} and self._has_unchanged_all_reduces(recordings):
+        if "reduce_scatter" in kinds and self._has_unchanged_all_reduces(recordings):
             return (
                 "HSDP: micro-batches but the last now call set_requires_all_reduce(False), which "
                 "saves memory, instead of set_requires_gradient_sync(False)"
@@ -221,6 +221,16 @@ class ReducedTimes(_GradientStep):
         if self.is_sharded and self.has_others:
             return f"reduced {when}: {call} does not reach these units (e.g. recurse=False){loss}"
         return f"{steps}reduced {when}: {switch} for all micro-batches but the last{loss}"
+
+    def _list_kinds(self, recordings: Recordings) -> list[str]:
+        """List the kinds of the calls; with axes, if other calls of a kind did not change."""
+        changed = {key for rows in self.rows.values() for key in rows if key.axis}
+        state = recordings.states[0]
+        others = {
+            key.what for owner in self.owners for key in state[owner].reductions.keys() - changed
+        }
+        is_split = not others.isdisjoint(key.what for key in changed)
+        return sorted({str(key) if is_split else key.what for key in changed})
 
     def _has_unchanged_all_reduces(self, recordings: Recordings) -> bool:
         """Whether the replicas of these units reduce gradients as often as before."""
