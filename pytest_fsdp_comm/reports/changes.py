@@ -445,6 +445,8 @@ def _describe_row_change(before: Row | None, after: Row | None, times: str) -> s
         parts.append(f"{show_nbytes_change(old, new, unsized)} per rank")
     elif was != now and old and not any(unsized):
         parts.append("same bytes")
+    if before and after and (other_op := _describe_other_reduce_op(before, after)):
+        return f"{text}, {other_op}"
     is_other_kind = before and after and _collect_call_kinds(before) != _collect_call_kinds(after)
     if before and after and before.calls and (is_other_kind or (was, old) == (now, new)):
         removed, added = _show_calls_except(before, after), _show_calls_except(after, before)
@@ -464,6 +466,14 @@ def _describe_row_change(before: Row | None, after: Row | None, times: str) -> s
             ((calls, count),) = (fewer or more).items()
             parts.append(f"{'removed' if fewer else 'added'} {replace(calls, count=count)}")
     return ", ".join(parts)
+
+
+def _describe_other_reduce_op(before: Row, after: Row) -> str:
+    """Return ``by sum instead of avg`` if nothing else differs, otherwise an empty string."""
+    old, new = ({calls.reduce_op or "sum" for calls in row.calls} for row in (before, after))
+    calls = [{replace(calls, reduce_op="") for calls in row.calls} for row in (before, after)]
+    is_only_change = calls[0] == calls[1] and len(old) == len(new) == 1
+    return f"by {new.pop()} instead of {old.pop()}" if is_only_change and old != new else ""
 
 
 def _collect_call_kinds(amount: Row) -> set[Calls]:

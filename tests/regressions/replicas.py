@@ -292,3 +292,55 @@ def ddp_replaced_by_reducing_each_gradient(changed):
             dist.all_reduce(weight.grad)
 
     return of(model if changed else replicated(model), run)
+
+
+# Replicas with an optimizer that updates a part of each parameter on each rank.
+
+
+class ShardedSGD(torch.optim.Optimizer):
+    """Args:
+    params: Replicated parameters.
+    least: The number of elements from which a parameter is split.
+    gathers: Whether ranks exchange the updated parts.
+    """
+
+    def __init__(self, params, *, least=0, gathers=True):
+        super().__init__(params, {})
+        self.least, self.gathers = least, gathers
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.numel() < self.least:
+                dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+                parameter.add_(parameter.grad, alpha=-1e-3)
+                continue
+            size = len(parameter) // dist.get_world_size()
+            part = parameter[dist.get_rank() * size :][:size]
+            gradient = torch.empty_like(part)
+            dist.reduce_scatter_tensor(gradient, parameter.grad, op=dist.ReduceOp.AVG)
+            part.add_(gradient, alpha=-1e-3)
+            if self.gathers:
+                dist.all_gather_into_tensor(parameter, part.clone())
+
+
+def with_sharded_optimizer(**options):
+    model = Decoder(2)
+    optimizer = ShardedSGD(model.parameters(), **options)
+
+    def run():
+        train(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, run
+
+
+@regression(is_reversible=True)
+def sharded_optimizer_splits_fewer_parameters(changed):
+    return with_sharded_optimizer(least=300 if changed else 0)
+
+
+@regression
+def sharded_optimizer_gathers_nothing(changed):
+    return with_sharded_optimizer(gathers=not changed)

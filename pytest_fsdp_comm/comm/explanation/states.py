@@ -211,7 +211,9 @@ def is_gather(_key: RowKey, call: Calls) -> bool:
 
 def is_from_user_code(rows: Rows) -> bool:
     """Whether other rules, about units, do not explain these calls."""
-    return {call.role for call in calls_of(rows)} <= {"", Role.ACTIVATIONS}
+    # Units send nothing while the optimizer runs.
+    calls = calls_of(tuple(row for row in rows if row.phase is not Phase.OPTIMIZER))
+    return {call.role for call in calls} <= {"", Role.ACTIVATIONS}
 
 
 def is_of_parameters(_key: RowKey, call: Calls) -> bool:

@@ -38,6 +38,7 @@ Problem: TypeAlias = Literal[
     "unsharded",
     "unreduced",
     "stale",
+    "ungathered",
     "missing",
     "inputs",
     "outputs",
@@ -51,7 +52,8 @@ Problem: TypeAlias = Literal[
     "dtype",
 ]
 """Problems with gradients, worst first. ``stale``: a trained unit stays gathered from step to step,
-so forward does not use what the optimizer changed. ``missing``: a unit that did not exist before
+so forward does not use what the optimizer changed. ``ungathered``: the optimizer no longer gathers
+what it updates on each rank. ``missing``: a unit that did not exist before
 reduces none. ``inputs``: backward no longer reduces the gradients of a module's inputs.
 ``outputs``: forward no longer reduces the outputs of a module that is still sharded. ``part``: some
 parameters of a unit get no gradient. ``again``: besides its unit, a module reduces its gradients

@@ -118,6 +118,11 @@ class TrainingChange:
                     f"{who} stay gathered from step to step, so forward does not use what the "
                     "optimizer changed, e.g. after set_reshard_after_backward(False)"
                 )
+            case "ungathered":
+                return (
+                    f"parameters of {who} are no longer gathered over {over} after the optimizer "
+                    "updates a part on each rank"
+                )
             case "missing":
                 return f"{gradients} not reduced over {over}"
             case "inputs":
@@ -437,12 +442,15 @@ class _Training:
             yield problem, tuple(axes), before, after
 
     def _find_units_left_gathered(self) -> Iterator[tuple[Owner, _AxisProblem]]:
-        """Yield units that stay gathered from step to step, although they are trained."""
+        """Yield trained modules whose parameters are no longer gathered after an update."""
         for owner, reduced in self.new.reduced.items():
             kinds = {row.what for rows in reduced.values() for row in rows}
             is_stale = not self.old.stays_gathered(owner) and self.new.stays_gathered(owner)
             if kinds == {"reduce_scatter"} and is_stale:
-                yield owner, ("stale", tuple(sorted(reduced)), "", "")
+                # Units reshard, while a sharded optimizer only gathers what it has updated.
+                is_unit = any(row.what == "reshard" for row in self.old.units[owner])
+                problem: Problem = "stale" if is_unit else "ungathered"
+                yield owner, (problem, tuple(sorted(reduced)), "", "")
 
     def _find_unreduced_new_units(self) -> Iterator[tuple[Owner, _AxisProblem]]:
         """Yield new units with trainable parameters that backward uses, but does not reduce."""

@@ -170,7 +170,23 @@ def calls(count=1, nbytes=64, dtype="float32", **changes):
         (
             [calls()],
             [calls(reduce_op="max")],
-            "all_gather[dp] x1 of 64 B float32 -> x1 of 64 B float32 by max",
+            "all_gather[dp] x1, by max instead of sum",
+        ),
+        (
+            [calls(reduce_op="avg"), calls(2, 32, reduce_op="avg")],
+            [calls(), calls(2, 32)],
+            "all_gather[dp] x3, by sum instead of avg",
+        ),
+        # The size or another call differs, too.
+        (
+            [calls()],
+            [calls(nbytes=32, reduce_op="max")],
+            "all_gather[dp] 64 -> 32 B per rank, x1 of 64 B float32 -> x1 of 32 B float32 by max",
+        ),
+        (
+            [calls(), calls(1, 32, reduce_op="max")],
+            [calls(), calls(1, 32)],
+            "all_gather[dp] x2, x1 of 32 B float32 by max -> x1 of 32 B float32",
         ),
         (
             [calls(root_rank=0)],
