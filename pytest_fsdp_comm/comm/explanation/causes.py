@@ -30,7 +30,7 @@ from pytest_fsdp_comm.comm.explanation.search import Explanation
 from pytest_fsdp_comm.comm.explanation.states import count_calls, is_from_user_code, role_of
 from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
 from pytest_fsdp_comm.comm.explanation.units import Gathered
-from pytest_fsdp_comm.comm.explanation.words import name_with_phase
+from pytest_fsdp_comm.comm.explanation.words import name_modules, name_with_phase
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.text.words import show_count
@@ -360,6 +360,18 @@ def _find_ddp_causes(explanation: Explanation, recordings: Recordings) -> Iterat
         text = "the module is called without DDP, e.g. as model.module, or there is no backward"
         yield Cause(text=text, is_unwanted=True)
     if Role.GRADIENTS not in old & new:
+        return
+    reduced = [
+        {
+            row.owner
+            for row in side.collectives
+            if row.phase is Phase.BACKWARD and role_of((row,)) == Role.GRADIENTS
+        }
+        for side in recordings.sides
+    ]
+    wrapped = {row.owner for row in recordings.new.collectives if role_of((row,)) == Role.BUFFERS}
+    if Role.BUFFERS not in old and wrapped and wrapped <= reduced[1] - reduced[0]:
+        yield Cause(text=f"{name_modules(wrapped)} is now wrapped in DistributedDataParallel")
         return
     for role, changed in (
         (Role.UNUSED_PARAMETERS, "looks for unused parameters (find_unused_parameters)"),

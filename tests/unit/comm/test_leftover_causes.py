@@ -47,6 +47,15 @@ def test_option_of_ddp_is_named_second(option, text):
     assert told([BUCKET, option], [BUCKET])[1] == f"likely: DDP no longer {text}"
 
 
+def test_new_wrapper_is_no_option_of_ddp():
+    reduced = row(Phase.OPTIMIZER, "head", "reduce_scatter", 64, "gradients", axis="world")
+    wrapped = "(root) is now wrapped in DistributedDataParallel"
+    assert likely([reduced], [reduced, BUCKET, BUFFERS]) == [wrapped]
+    # Another module already had a wrapper.
+    other = row(BACKWARD, "layers", "all_reduce", 64, "gradients", axis="world")
+    assert likely([other, BUCKET], [other, BUCKET, BUFFERS]) == [f"DDP now {BROADCASTS}"]
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
