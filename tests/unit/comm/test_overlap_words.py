@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from sample_profiles import FORWARD, changed, counted, profile, role
+from sample_profiles import FORWARD, changed, counted, profile, role, row
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import compare
@@ -114,6 +114,25 @@ def test_host_waits_of_two_phases_have_a_line_each():
         "exposes no call"
         for phase, count in (("forward", 3), ("recompute", 12))
     ]
+
+
+def test_host_waits_beside_other_counts_are_recorded():
+    """Twice the all-reduces, but other numbers of waits."""
+
+    def logging(number, **waits):
+        profile = replace(
+            BASE, rows=(*BASE.rows, row(Phase.OUTSIDE, None, "all_reduce", 4, count=number))
+        )
+        for way, count in waits.items():
+            profile = waiting(profile, None, way=way, phase=Phase.OUTSIDE, count=count)
+        return profile
+
+    old = logging(1, synchronize=2, item=4, copy_to_device=5)
+    lines = "\n".join(told(old, logging(2, synchronize=2, item=5, copy_to_device=6)))
+    assert "the host waits for the GPU 4 -> 5 times (item)" in lines
+    assert "the host waits for the GPU 5 -> 6 times (copy_to_device)" in lines
+    assert "synchronize" not in lines
+    assert "twice as many" not in lines
 
 
 def test_host_wait_of_another_rank_is_a_row():
