@@ -15,6 +15,7 @@ from sample_profiles import (
     RECOMPUTE,
     accumulated,
     changed,
+    counted,
     evaluated,
     frozen,
     in_bfloat16,
@@ -33,13 +34,14 @@ from sample_profiles import (
 )
 
 from pytest_fsdp_comm.comm.diff import compare
+from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.text.fqn import expand
 
 PASSES = {FORWARD, BACKWARD, RECOMPUTE}
 
 
 def logged(old):
-    return made([*old.rows, row("outside", None, "all_reduce", 4)])
+    return made([*old.rows, row(Phase.OUTSIDE, None, "all_reduce", 4)])
 
 
 def without_root(old):
@@ -55,7 +57,14 @@ def called_twice(old):
     return changed(old, lambda one: times(one, 2) if one.owner in names else one)
 
 
+def waiting(old):
+    """The host waits once more where it waited before, and somewhere else."""
+    more = changed(old, lambda one: times(one, 2) if one.what == "item" else one)
+    return made([*more.rows, counted("host_wait", Phase.OUTSIDE, "", "synchronize", 3)])
+
+
 CHANGES = [
+    waiting,
     more_layers,
     renamed,
     twice,
@@ -167,6 +176,20 @@ def reductions_are_counted(match, facts):
     who = names_in(match[1])
     for side, number in zip(facts.select(is_reduction), match.groups()[1:], strict=True):
         assert {count(calls) for key, calls in side.items() if key[0] in who} == {int(number)}
+
+
+@check_of(
+    r"outside forward and backward: the host waits for the GPU (\d+) -> (\d+) times \((\w+)\)"
+)
+def host_waits_are_counted(match, facts):
+    waits = facts.select(lambda key, _: key[1:4] == ("host_wait", Phase.OUTSIDE, match[3]))
+    assert [sum(map(count, side.values())) for side in waits] == [int(match[1]), int(match[2])]
+
+
+@check_of(r"outside forward and backward: the host no longer waits for the GPU \((\w+)\)")
+def host_waits_are_gone(match, facts):
+    _, new = facts.select(lambda key, _: key[1:4] == ("host_wait", Phase.OUTSIDE, match[1]))
+    assert not new
 
 
 @check_of(r"(all calls|activation calls): (.+) as many$")
@@ -330,6 +353,9 @@ def test_claims_hold_for_both_recordings(seed):
         chosen = list(itertools.permutations(CHANGES, size))
         for changes in chance.sample(chosen, min(len(chosen), 120)):
             old = profile(chance.randint(2, 4), tensor_parallel=chance.random() < 0.5)
+            if chance.random() < 0.4:
+                waits = counted("host_wait", Phase.OUTSIDE, "", "item", chance.randint(1, 3))
+                old = made([*old.rows, waits])
             new = old
             for change in changes:
                 if not (change is more_layers and renamed in changes):
