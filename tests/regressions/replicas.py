@@ -60,6 +60,20 @@ def hybrid_became_fully_sharded(changed):
     return of(units(Decoder(2), axes=axes))
 
 
+@innocent(is_reversible=True)
+def hybrid_beside_features_of_all_ranks(changed):
+    # The loss gathers over all ranks in both, so their axis remains.
+    model = Decoder(2)
+    for module in (*model.layers, model):
+        fully_shard(module, **({"mesh": mesh(replicate=2, shard=2)} if changed else {}))
+
+    def run(model):
+        train(model)
+        dist.all_gather_into_tensor(torch.empty(4), torch.ones(1))
+
+    return of(model, run)
+
+
 @innocent(worlds=(8, 8), is_reversible=True)
 def hybrid_replicates_more_and_shards_less(changed):
     return of(hybrid(replicate=4, shard=2) if changed else hybrid(replicate=2, shard=4))

@@ -36,6 +36,7 @@ from pytest_fsdp_comm.comm.explanation.units import (
     MovedUnits,
     Regrouped,
     Sharded,
+    ShardedElsewhere,
     SplitOff,
     UnitSizes,
 )
@@ -69,6 +70,7 @@ KINDS: Final[tuple[type[Step], ...]] = (
     Freed,
     GatheredInBackward,
     Sharded,
+    ShardedElsewhere,
     SplitOff,
     Gathered,
     Waits,

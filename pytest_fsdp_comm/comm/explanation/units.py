@@ -157,6 +157,41 @@ class Sharded(Replaced):
         return f"{who} replicated instead of sharded: {reduced}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShardedElsewhere(Replaced):
+    """Units are sharded over other axes than before."""
+
+    @classmethod
+    def propose(cls, between: Between) -> Iterator[Step]:
+        def choose(old: Content, new: Content) -> list[RowKey]:
+            axes = [{key.axis for key in side.gathers[Phase.FORWARD]} for side in (old, new)]
+            is_moved = all(axes) and axes[0].isdisjoint(axes[1])
+            sides = (*old.unit_rows, *old.reductions, *new.unit_rows, *new.reductions)
+            return [*dict.fromkeys(sides)] if is_moved else []
+
+        yield from cls.propose_copied_rows(between, between.select(choose))
+
+    def describe(self, recordings: Recordings) -> str:
+        (old, old_reduced), (new, new_reduced) = (
+            (
+                {key.axis for owner in self.owners for key in state[owner].gathers[Phase.FORWARD]},
+                {key.axis for owner in self.owners for key in state[owner].reductions if key.axis},
+            )
+            for state in recordings.states
+        )
+        before = _describe_axes(old, old_reduced - old - new_reduced, recordings.old_axes)
+        after = _describe_axes(new, new_reduced - new - old_reduced, {})
+        return f"{name_modules(self.owners)}: {before} -> {after}"
+
+
+def _describe_axes(sharded: set[str], replicated: set[str], names: Mapping[str, str]) -> str:
+    """Return ``sharded over dp, replicated over rep``, with the axes renamed as in `names`."""
+    over, replicas = (
+        ", ".join(sorted(names.get(axis, axis) for axis in axes)) for axes in (sharded, replicated)
+    )
+    return f"sharded over {over}{f', replicated over {replicas}' if replicas else ''}"
+
+
 def _find_keys_of_units_inside_replicated(
     owners: Iterable[Owner], replicated: State, sharded: State
 ) -> dict[Owner, list[RowKey]]:
