@@ -280,21 +280,15 @@ class Counts(GlobalStep):
 
     def _find_owners_with_changed_forward(self, recordings: Recordings) -> list[Owner]:
         old, new = recordings.states
-        changes = {
-            owner: [
-                key
-                for key in keys_that_differ(old[owner], new[owner])
-                if key.phase is Phase.FORWARD and key.axis
-            ]
+        return [
+            owner
             for owner in old
             if owner not in self.excluded and owner in new
-        }
-        gathers = [
-            owner
-            for owner, keys in changes.items()
-            if not old[owner].gathers[Phase.FORWARD].keys().isdisjoint(keys)
+            if any(
+                key.phase is Phase.FORWARD and key.axis
+                for key in keys_that_differ(old[owner], new[owner])
+            )
         ]
-        return gathers or [owner for owner, keys in changes.items() if keys]
 
     def find_cause(self, recordings: Recordings) -> str:
         is_whole = self.factor.denominator == 1

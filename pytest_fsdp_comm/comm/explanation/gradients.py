@@ -395,27 +395,40 @@ class ReducedPart(_GradientStep):
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets(Replaced):
-    """Gradients of the same total size are reduced in more or fewer calls."""
+    """Gradients of the same total size are reduced in other calls, e.g. in other buckets of DDP."""
 
     @classmethod
     def propose(cls, between: Between) -> Iterator[Step]:
-        keys = between.select_rows(
-            lambda _, before, after: (
-                role_of(before) == role_of(after) == Role.GRADIENTS
-                and count_calls(before) != count_calls(after)
-                and nbytes_of(before) == nbytes_of(after)
+        def is_split_otherwise(_key: RowKey, before: Rows, after: Rows) -> bool:
+            old, new = (
+                {call for call in calls_of(rows) if call.role == Role.GRADIENTS}
+                for rows in (before, after)
             )
-        )
+            is_of_gradients = role_of(before) == role_of(after) == Role.GRADIENTS
+            return is_of_gradients and old != new and _sum_nbytes(old) == _sum_nbytes(new)
+
+        keys = between.select_rows(is_split_otherwise)
         yield from cls.propose_copied_rows(between, keys)
 
     def describe(self, recordings: Recordings) -> str:
-        numbers = {
-            sum(call.count for call in row.calls if call.role == Role.GRADIENTS)
-            for row in list_collective_rows(self.rows)
-        }
-        calls = "1 call" if numbers == {1} else f"{'/'.join(map(str, sorted(numbers)))} calls"
-        who = name_modules(self.owners)
-        return f"gradients of {who} now reduced in {calls}, same bytes in total"
+        old, new = (
+            {
+                sum(call.count for call in row.calls if call.role == Role.GRADIENTS)
+                for row in list_collective_rows(rows)
+            }
+            for rows in (self.old_rows, self.rows)
+        )
+        calls = "1 call" if new == {1} else f"{'/'.join(map(str, sorted(new)))} calls"
+        how = f"reduced in {calls} of other sizes" if old == new else f"now reduced in {calls}"
+        return f"gradients of {name_modules(self.owners)} {how}, same bytes in total"
+
+
+def _sum_nbytes(calls: Iterable[Calls]) -> Counter[Calls]:
+    """Return the total bytes of the calls that differ only in size and number."""
+    nbytes = Counter[Calls]()
+    for call in calls:
+        nbytes[replace(call, nbytes=0, count=0)] += call.nbytes * call.count
+    return nbytes
 
 
 @dataclass(frozen=True, kw_only=True)

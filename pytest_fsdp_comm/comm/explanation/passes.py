@@ -80,7 +80,9 @@ class AxisUsed(Replaced):
                 yield from cls.propose_copied_rows(between, keys, is_added=is_added, axis=axis)
 
     def describe(self, recordings: Recordings) -> str:
-        who = name_modules(self.owners)
+        side = self.rows if self.is_added else self.old_rows
+        senders = [owner for owner, rows in side.items() if self.axis in {key.axis for key in rows}]
+        who = name_modules(senders)
         if not self.is_added:
             is_of_all = {row.owner for row in recordings.renamed.collectives} <= {*self.owners}
             return f"{'' if is_of_all else f'{who}: '}no more collectives over {self.axis}"

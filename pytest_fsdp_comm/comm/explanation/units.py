@@ -163,9 +163,17 @@ class ShardedElsewhere(Replaced):
 
     @classmethod
     def propose(cls, between: Between) -> Iterator[Step]:
+        # An axis of the same ranks was renamed, see `AxisRenamed`.
+        old_axes, new_axes = (
+            {axis.name: replace(axis, name="") for axis in axes} for axes in between.axes
+        )
+
         def choose(old: Content, new: Content) -> list[RowKey]:
-            axes = [{key.axis for key in side.gathers[Phase.FORWARD]} for side in (old, new)]
-            is_moved = all(axes) and axes[0].isdisjoint(axes[1])
+            before, after = (
+                {key.axis for key in side.gathers[Phase.FORWARD]} for side in (old, new)
+            )
+            ranks = {old_axes.get(name) for name in before} & {new_axes[name] for name in after}
+            is_moved = before and after and before.isdisjoint(after) and not ranks
             sides = (*old.unit_rows, *old.reductions, *new.unit_rows, *new.reductions)
             return [*dict.fromkeys(sides)] if is_moved else []
 
