@@ -308,6 +308,19 @@ def ddp_replaced_by_reducing_each_gradient(changed):
     return of(model if changed else replicated(model), run)
 
 
+@regression
+def gradients_reduced_by_hand_after_each_micro_batch(changed):
+    model = Decoder(2)
+
+    def run(model):
+        for number in range(2):
+            train(model)
+            for weight in model.parameters() if changed or number == 1 else ():
+                dist.all_reduce(weight.grad)
+
+    return of(model, run)
+
+
 # Replicas with an optimizer that updates a part of each parameter on each rank.
 
 

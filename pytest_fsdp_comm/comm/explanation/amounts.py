@@ -205,7 +205,9 @@ class Counts(GlobalStep):
                 phases = {key.phase for key, _ in _list_new_matching_calls(matches, recordings)}
                 is_step = {Phase.FORWARD, Phase.BACKWARD} <= phases
                 kinds = "" if is_step else _describe_matching_kinds(matches, recordings)
-                calls = f"all calls{where}{kinds}"
+                roles = {call.role for _, call in _list_new_matching_calls(matches, recordings)}
+                noun = "gradient reductions" if roles == {Role.GRADIENTS} else "calls"
+                calls = f"all {noun}{where}{kinds}"
                 return self._describe_call_factor(calls, matches, recordings)
             case Scope.ACTIVATIONS:
                 return self._describe_call_factor("activation calls", _is_activation, recordings)
@@ -326,6 +328,11 @@ class Counts(GlobalStep):
         if self.scope is Scope.OPTIMIZER and is_whole:
             norms = "norms are computed more often, e.g. by clip_grad_norm_ in each micro-batch"
             return f"{often} optimizer steps, or {norms}" if _has_norm_calls(recordings.new) else ""
+        if self.scope is Scope.OUTSIDE and is_whole:
+            sent = (row for row in recordings.new.collectives if row.phase is Phase.OUTSIDE)
+            again = f"each gradient is reduced {name_times(self.factor.numerator)}"
+            roles = {call.role for row in sent for call in row.calls}
+            return f"{again}, e.g. in each micro-batch" if roles == {Role.GRADIENTS} else ""
         if not is_of_passes or reductions is None:
             return ""
         if reductions != 1:

@@ -135,11 +135,12 @@ class Recomputed(Replaced):
             == count_calls_of_all_keys(more[owner].gathers[Phase.RECOMPUTE])
             > count_calls_of_all_keys(more[owner].gathers[Phase.BACKWARD])
         }
-        if moved and moved.keys() != keys.keys():
-            return
         is_of_units = all(
             key in more[owner].unit_rows for owner, owner_keys in keys.items() for key in owner_keys
         )
+        # Prefetching may move the gathers of some units, too.
+        if is_of_units and moved and moved.keys() != keys.keys():
+            return
         yield from cls.propose_copied_rows(
             between,
             {owner: [*owner_keys, *moved.get(owner, ())] for owner, owner_keys in keys.items()},

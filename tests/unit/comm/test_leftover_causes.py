@@ -516,3 +516,30 @@ def test_micro_batches_are_as_many_as_sends(times_sent, is_named):
     new = [times(entry, 2) if entry.phase is FORWARD else entry for entry in old]
     causes = likely([*old, send], [*new, times(send, times_sent)])
     assert ("2 times as many micro-batches" in causes) == is_named
+
+
+def test_recomputation_ends_although_gathers_move_to_backward():
+    """The experts of the last layer are in no prefetch list."""
+    phases = {True: Phase.RECOMPUTE, False: BACKWARD}
+
+    def step(*, is_recomputed):
+        rows = []
+        for owner in ("layers.0.experts", "layers.1.experts"):
+            gathered = phases[is_recomputed and owner == "layers.1.experts"]
+            sent = [FORWARD, BACKWARD, *([Phase.RECOMPUTE] if is_recomputed else [])]
+            rows += [
+                row(phase, owner, "all_to_all", 64, "activations", axis="tp") for phase in sent
+            ]
+            for phase in (FORWARD, gathered):
+                rows.append(row(phase, owner, "all_gather", 1_024, "parameters"))
+                rows.append(counted("reshard", phase, owner, "unshard"))
+            rows.append(row(BACKWARD, owner, "reduce_scatter", 1_024, "gradients"))
+        return rows
+
+    old, new = step(is_recomputed=True), step(is_recomputed=False)
+    who = "layers.{0..1}.experts"
+    assert told(old, new)[0] == f"recomputation no longer repeats the forward collectives of {who}"
+    assert likely(old, new)[0].startswith("activation checkpointing was switched off")
+    assert told(new, old)[0].startswith(
+        f"recomputation now repeats the forward collectives of {who}"
+    )
