@@ -118,6 +118,9 @@ def find_exposure_changes(recordings: Recordings) -> tuple[ExposureChange, ...]:
             more, fewer = _subtract(hidden, old_hidden), _subtract(old_exposed, exposed)
         # If calls were added or removed, as by a second forward, these two differ.
         changed = min(more, fewer, key=lambda volume: volume.count)
+        if row.count == before.count and row.nbytes != before.nbytes:
+            # The bytes exposed before and now are those of calls of other sizes.
+            changed = Volume(count=changed.count)
         if changed.count > 0:
             sides = ((old_exposed, old_hidden), (exposed, hidden))
             is_whole = all(min(part.count for part in side) == 0 for side in sides)

@@ -233,3 +233,19 @@ def test_prefetching_precedes_waits_that_expose_nothing():
     assert lines[1].startswith("likely: less backward prefetching")
     assert "waits for the GPU" in lines[2]
     assert lines[2].endswith("which exposes no call")
+
+
+def test_calls_of_another_size_are_exposed_without_bytes():
+    """In half the bytes, and one more of them exposed: no difference is the size of a call."""
+
+    def reduced(dtype, nbytes, exposed):
+        calls = [
+            Calls(nbytes=size, dtype=dtype, role="gradients", count=1, exposed=number < exposed)
+            for number, size in enumerate((nbytes, 8 * nbytes))
+        ]
+        row = Row(phase=Phase.BACKWARD, owner="", what="all_reduce", axis="dp", calls=(*calls,))
+        return replace(BASE, rows=(*BASE.rows, row))
+
+    old, new = reduced("float32", 4_096, exposed=1), reduced("bfloat16", 2_048, exposed=2)
+    (line,) = (line for line in told(old, new) if "can no longer be hidden" in line)
+    assert line.endswith("in backward can no longer be hidden: 1 call per rank")
