@@ -266,10 +266,22 @@ class _SimulatedFuture(Future[Any]):
     """A future of a collective, which makes the current stream wait like its ``Work``."""
 
     work: Any
+    """Has a method `wait`, such as a ``Work`` or an event."""
 
     def wait(self) -> object:
         self.work.wait()
         return super().wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> _SimulatedFuture:
+        """Run the callback on a stream of its own, as torch does for tensors of a GPU.
+
+        Read in ``Future::invokeCallback``, ``aten/src/ATen/core/ivalue_inl.h``.
+        """
+        chained = _SimulatedFuture()
+        with SimulatedStream() as stream:
+            chained.set_result(callback(self))
+        chained.work = stream.record_event()
+        return chained
 
     def value(self) -> object:
         self.work.wait()

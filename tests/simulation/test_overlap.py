@@ -380,6 +380,24 @@ def test_work_is_waited_for(way, device_mesh, comm_mode):
 
 
 @simulated
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_callback_waits_on_a_stream_of_its_own(waits, device_mesh, comm_mode):
+    """As DDP's bf16_compress_hook, which casts the result back."""
+    group, x = device_mesh().get_group(), torch.randn(8, 8)
+    with comm_mode:
+        work = dist.all_reduce(x, group=group, async_op=True)
+        future = work.get_future().then(lambda done: done.value()[0] * 2)
+        if waits:
+            future.wait()
+        x @ x
+        future.wait()
+        x @ x
+    (event,) = comm_mode.events
+    assert event.exposed is waits
+    assert sum(each.flops for each in event.beside) == (0 if waits else 2 * 8**3)
+
+
+@simulated
 def test_sends_of_two_pairs_run_in_parallel(comm_mode):
     x = torch.randn(8, 8)
     with comm_mode:
