@@ -18,19 +18,20 @@ from pytest_fsdp_comm.snapshots.documents import Profile
 from pytest_fsdp_comm.snapshots.names import SUFFIX, make_basename, module_to_directory
 from pytest_fsdp_comm.text.files import write_all_atomically
 from pytest_fsdp_comm.text.words import shell_word, show_path
+from pytest_fsdp_comm.tree.profile import TreeProfile
 
-_TEST: Final = '''"""Guard the communication and the sharding of a training step of {script}."""
+_TEST: Final = '''"""Guard the communication {subject}of a training step of {script}."""
 
 {imports}
 from pytest_fsdp_comm import record_script
 
 
 @pytest.mark.distributed({marks})
-def {name}({fixtures}comm_mode, fsdp_tree, comm_snapshot):
-{host}    model = record_script(
+def {name}({fixtures}, comm_snapshot):
+{host}    {result}record_script(
         comm_mode,
 {arguments}    )
-    assert {{"comm": comm_mode, "tree": fsdp_tree(model)}} == comm_snapshot
+    assert {compared} == comm_snapshot
 '''
 
 
@@ -47,19 +48,25 @@ def run(options: argparse.Namespace) -> int:
             "same directory; record both with fsdp-comm record --out step.comm train.py"
         )
     comm = documents.read_document(recording)
-    name = _make_identifier(ran.script if ran.is_module else Path(ran.script).stem)
+    name = _make_test_name(ran)
     start = _find_script_directory(ran, recording)
     collected, patterns = documents.find_collected(start)
     directory = start if any(map(start.is_relative_to, collected)) else collected[0]
-    test = Path(options.output).absolute() if options.output else directory / f"test_{name}.py"
+    test = Path(options.output).absolute() if options.output else directory / f"{name}.py"
     root, snapshot_dir = documents.find_project(test.parent)
     folder = snapshot_dir / module_to_directory(test, root)
     variant = f"ws{comm.profile.world_size}"
-    comm_name, tree_name = (make_basename(f"test_{name}", variant, index) for index in (0, "tree"))
+    comm_name, tree_name = (make_basename(name, variant, index) for index in (0, "tree"))
+    trees = documents.read_document(tree)
+    # A comparison refuses a tree without units and DTensors.
+    has_tree = isinstance(trees.profile, TreeProfile) and any(
+        facts.is_distributed for facts in trees.profile.trees.values()
+    )
+    source = _make_test_source(ran, start / ran.script, test, comm.profile, has_tree=has_tree)
     files = {
-        test: _make_test_source(ran, start / ran.script, test, f"test_{name}", comm.profile),
+        test: source,
         folder / f"{comm_name}{SUFFIX}": comm,
-        folder / f"{tree_name}{SUFFIX}": documents.read_document(tree),
+        **({folder / f"{tree_name}{SUFFIX}": trees} if has_tree else {}),
     }
     for file in files:
         if file.exists():
@@ -92,11 +99,12 @@ def _find_script_directory(ran: ScriptRun, recording: Path) -> Path:
     return start
 
 
-def _make_identifier(name: str) -> str:
-    """Replace all characters that the name of a function cannot contain."""
+def _make_test_name(ran: ScriptRun) -> str:
+    """Name the test after the script, without characters that a function's name cannot contain."""
     # Python normalizes identifiers, and pytest names a test after its function.
-    normalized = unicodedata.normalize("NFKC", name)
-    return "".join(character if f"_{character}".isidentifier() else "_" for character in normalized)
+    script = ran.script if ran.is_module else Path(ran.script).stem
+    normalized = unicodedata.normalize("NFKC", script)
+    return "test_" + "".join(char if f"_{char}".isidentifier() else "_" for char in normalized)
 
 
 def _make_string_literal(text: str) -> str:
@@ -104,7 +112,9 @@ def _make_string_literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text.isprintable() else ascii(text)
 
 
-def _make_test_source(ran: ScriptRun, path: Path, test: Path, name: str, profile: Profile) -> str:
+def _make_test_source(
+    ran: ScriptRun, path: Path, test: Path, profile: Profile, *, has_tree: bool
+) -> str:
     marks = [f"world_size={profile.world_size}"]
     if profile.recorded_ranks:  # only one rank was simulated
         marks += ["simulate=True", f"ranks={[*profile.recorded_ranks]}"]
@@ -126,8 +136,13 @@ def _make_test_source(ran: ScriptRun, path: Path, test: Path, name: str, profile
         script=_make_string_literal(printable(path.name))[1:-1],
         imports=imports,
         marks=", ".join(marks),
-        name=name,
-        fixtures="monkeypatch, " if host else "",
+        name=_make_test_name(ran),
+        fixtures=", ".join(
+            [*(["monkeypatch"] if host else []), "comm_mode", *(["fsdp_tree"] if has_tree else [])]
+        ),
+        subject="and the sharding " if has_tree else "",
+        result="model = " if has_tree else "",
+        compared='{"comm": comm_mode, "tree": fsdp_tree(model)}' if has_tree else "comm_mode",
         host="".join(host),
         arguments="".join(f"        {argument},\n" for argument in arguments),
     )

@@ -105,6 +105,11 @@ class TreeFacts:
     parameters: Mapping[str, ParameterFacts]
     """Parameters, keyed by FQN."""
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the tree has units or DTensor parameters, sharded or replicated."""
+        return bool(self.units) or any(one.placements for one in self.parameters.values())
+
 
 def tree_facts(tree: ShardTree) -> TreeFacts:
     """Return the compared facts of a tree."""

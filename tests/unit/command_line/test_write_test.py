@@ -53,6 +53,26 @@ def recorded(write):
     return write_all
 
 
+def test_model_that_is_not_sharded_has_no_tree(recorded, write, fsdp_comm, project):
+    """Its tree would be refused: nothing in it is sharded."""
+    recorded()
+    lines = [line for line in TREE.splitlines() if not line.startswith("unit ")]
+    lines = [
+        f"{line.partition('] ')[0]}] unmanaged" if line.startswith("parameter ") else line
+        for line in lines
+    ]
+    number = sum(line.startswith("parameter ") for line in lines)
+    lines[-2] = f"total 0 units, {number} parameters"
+    write("step.tree.comm", "\n".join(lines) + "\n")
+    done = fsdp_comm("test", "step.json")
+    assert (done.status, done.err) == (0, "")
+    source = (project / "test_train.py").read_text()
+    assert "def test_train(comm_mode, comm_snapshot):\n    record_script(\n" in source
+    assert "    assert comm_mode == comm_snapshot\n" in source
+    (file,) = (project / "snapshots" / "test_train").iterdir()
+    assert file.name == f"test_train.ws{recording(0).world_size}.comm"
+
+
 def test_written_test_runs_the_script_by_path(recorded, fsdp_comm, project):
     recorded()
     done = fsdp_comm("test", "step.json")
