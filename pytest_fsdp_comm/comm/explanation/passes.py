@@ -138,6 +138,10 @@ class Recomputed(Replaced):
         is_of_units = all(
             key in more[owner].unit_rows for owner, owner_keys in keys.items() for key in owner_keys
         )
+        # Modules whose other collectives are recomputed as before are only gathered elsewhere.
+        recomputed = {key.phase for owner in keys for key in less[owner].rows}
+        if is_of_units and Phase.RECOMPUTE in recomputed:
+            return
         # Prefetching may move the gathers of some units, too.
         if is_of_units and moved and moved.keys() != keys.keys():
             return

@@ -543,3 +543,20 @@ def test_recomputation_ends_although_gathers_move_to_backward():
     assert told(new, old)[0].startswith(
         f"recomputation now repeats the forward collectives of {who}"
     )
+
+
+def test_gather_that_left_recomputation_is_no_checkpointing():
+    """Recomputation still repeats the exchange of tokens, but the experts stay gathered."""
+    owner = "layers.1.experts"
+
+    def step(gathered):
+        sent = (FORWARD, BACKWARD, Phase.RECOMPUTE)
+        rows = [row(phase, owner, "all_to_all", 64, "activations", axis="tp") for phase in sent]
+        for phase in gathered:
+            rows.append(row(phase, owner, "all_gather", 1_024, "parameters"))
+            rows.append(counted("reshard", phase, owner, "unshard"))
+        return [*rows, row(BACKWARD, owner, "reduce_scatter", 1_024, "gradients")]
+
+    lines = told(step([FORWARD, Phase.RECOMPUTE]), step([FORWARD]))
+    assert not any("recomputation no longer" in line for line in lines)
+    assert any("in recompute: all_gather[dp] 1 -> 0" in line for line in lines)
