@@ -276,6 +276,7 @@ def _name_and_sort_statements(failures: Mapping[str, Failure]) -> list[list[Stat
         subject = entry.text.partition(": ")[0]
         return entry.value in trees and (subject.startswith("mesh") or subject in texts)
 
+    has_mesh = any(text.startswith("mesh") for text in recorded)
     named = []
     for name, value in {**recordings, **trees}.items():
         # The only recording needs no name.
@@ -284,7 +285,11 @@ def _name_and_sort_statements(failures: Mapping[str, Failure]) -> list[list[Stat
             _add_name_to_statement(entry, name, label)
             for entry in value.statements
             # A tree repeats changes of the mesh and of the world size.
-            if not (name in trees and entry.severity == "change" and entry.text in recorded)
+            if not (
+                name in trees
+                and entry.severity == "change"
+                and (entry.text in recorded or (has_mesh and entry.text.startswith("mesh: ")))
+            )
         ]
         # A tree often repeats what a recording says about the same modules: print that last.
         named.append(sorted(entries, key=lambda entry: (entry.is_effect, is_repeated(entry))))

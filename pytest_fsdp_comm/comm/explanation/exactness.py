@@ -26,7 +26,7 @@ _FIRST_CHANGE: Final = 3
 # 2. After all steps, the calls that a step claims are equal too (see `Step.claims`).
 # 3. No two steps write the counts, or the sizes, of the same row.
 # 4. A step that replaces entire rows replaces at least one row that no earlier step replaced, and
-#    none whose counts or sizes an earlier step changed, unless it removes them.
+#    none whose counts an earlier step changed, unless it removes them.
 # 5. A step that changes counts or sizes of all modules changes at least two rows.
 # 6. Each step is plausible for both recordings, apart from renames (see `Step.is_plausible`).
 # 7. No step reports other units as unchanged if another step changes them.
@@ -77,7 +77,7 @@ def _are_changes_of_rows_exact(
         touched = _collect_differing_owners_and_keys(differences(before, after))
         earlier = written[step.writes]
         is_repeated = touched <= earlier if step.writes == "rows" else touched & earlier
-        scaled = touched & (written["counts"] | written["sizes"])
+        scaled = touched & written["counts"]
         is_mixed = step.writes == "rows" and any(after[owner].row(key) for owner, key in scaled)
         if len(touched) < step.least_rows or touched & wrong or is_repeated or is_mixed:
             return False

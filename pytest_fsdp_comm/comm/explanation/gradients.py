@@ -179,6 +179,12 @@ class ReducedTimes(_GradientStep):
         is_synced_late = self.times < 1 and self.is_sharded and kinds == "reduce_scatter"
         # If other units are reduced as before, these may be frozen in some of the backwards.
         is_accumulated = is_synced_late and bool(gathers) and not (is_frozen or self.has_others)
+        is_accumulated &= not any(
+            call.lacks_last
+            for row in recordings.new.collectives
+            if row.owner in self.owners
+            for call in row.calls
+        )
         nbytes = sum(max_nbytes(rows) for side in self.rows.values() for rows in side.values())
         return (
             f"{text}; {show_nbytes(nbytes)} of unsharded gradients are held until then"
