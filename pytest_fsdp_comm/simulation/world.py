@@ -112,8 +112,9 @@ def _world_patches(tensors: SimulatedTensors, groups: RealGroups | None) -> Iter
     with contextlib.suppress(ImportError):  # import it now, so that its loaders get patched
         importlib.import_module("torchdata.stateful_dataloader")
     for loader in (DataLoader, *_list_subclasses(DataLoader)):
-        if "__iter__" in vars(loader):
-            yield wrap_attribute(loader, "__iter__", _iterate_without_workers)
+        # The `state_dict` of torchdata's loader starts workers, too.
+        for name in {"__iter__", "state_dict"} & vars(loader).keys():
+            yield wrap_attribute(loader, name, _run_without_workers)
     yield from memory_patches(tensors)
 
 
@@ -162,7 +163,7 @@ def _list_subclasses(kind: type[object]) -> Iterator[type[object]]:
         yield from _list_subclasses(subclass)
 
 
-def _iterate_without_workers(iterate: Callable[..., object], loader: DataLoader[object]) -> object:
+def _run_without_workers(method: Callable[..., object], loader: DataLoader[object]) -> object:
     """Make a DataLoader run without workers, which would send tensors through shared memory.
 
     It does not pin memory either: torch would warn that there is no GPU.
@@ -171,6 +172,6 @@ def _iterate_without_workers(iterate: Callable[..., object], loader: DataLoader[
     original = {name: settings[name] for name in ("num_workers", "timeout", "pin_memory")}
     settings.update(num_workers=0, timeout=0, pin_memory=False)
     try:
-        return iterate(loader)
+        return method(loader)
     finally:
         settings.update(original)

@@ -119,11 +119,16 @@ class StatefulLoader(DataLoader):
         assert self.num_workers == 0
         return self._get_iterator()
 
+    def state_dict(self):
+        assert self.num_workers == 0
+        return {"next": next(self._get_iterator())}
+
 
 @simulated
 def test_loaders_of_others_start_no_worker():
     loader = StatefulLoader(torch.arange(4), 2, num_workers=1, pin_memory=True)
     # If it pinned memory, torch would warn, and the suite turns warnings into errors.
+    assert loader.state_dict()["next"].tolist() == [0, 1]
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
     assert (loader.num_workers, loader.pin_memory) == (1, True)
 
