@@ -125,7 +125,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     """Start the fork server before a test can make forks unsafe."""
     launched = session.config.stash[options.OPTIONS].launched
     if any(map(marker.uses_plugin, session.items)) and _CAN_FORK:
-        _start_or_join_ranks(session, launched)
+        _set_up_ranks(session, launched)
     elif launched:
         # Under a launcher, tests that do not use this plugin run in every process, so let each
         # process print its results.
@@ -144,7 +144,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.fail(_NEEDS_FORK, pytrace=False)
 
 
-def _start_or_join_ranks(session: pytest.Session, launched: LaunchedRank | None) -> None:
+def _set_up_ranks(session: pytest.Session, launched: LaunchedRank | None) -> None:
     from pytest_fsdp_comm.ranks.session import runner  # noqa: PLC0415  # few sessions need it
     from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # as above
 

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         )
     comm = documents.read_document(recording)
     name = _make_test_name(ran)
-    start = _find_script_directory(ran, recording)
+    start = _find_directory_of_run(ran, recording)
     collected, patterns = documents.find_collected(start)
     directory = start if any(map(start.is_relative_to, collected)) else collected[0]
     test = Path(options.output).absolute() if options.output else directory / f"{name}.py"
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     return SAME
 
 
-def _find_script_directory(ran: ScriptRun, recording: Path) -> Path:
+def _find_directory_of_run(ran: ScriptRun, recording: Path) -> Path:
     """Return the directory in which the script was recorded."""
     candidates = (Path.cwd(), *recording.absolute().parents)
     start = next(

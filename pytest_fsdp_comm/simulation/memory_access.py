@@ -46,7 +46,7 @@ def memory_patches(tensors: SimulatedTensors) -> Iterator[Replacement]:
     """
     yield torch.Tensor, "__deepcopy__", _simulated_tensor_deepcopy
     yield FakeTensor, "__deepcopy__", _simulated_deepcopy
-    yield FakeTensor, "__format__", _simulated_format
+    yield FakeTensor, "__format__", _format_simulated_tensor
     yield FakeTensor, "__repr__", _simulated_repr
     yield FakeTensor, "__reduce_ex__", _refuse_read
     yield FakeTensor, "data_ptr", _simulated_data_ptr
@@ -90,7 +90,7 @@ def _simulated_deepcopy(tensor: FakeTensor, memo: dict[int, object]) -> object:
     return result
 
 
-def _simulated_format(tensor: FakeTensor, spec: str) -> str:
+def _format_simulated_tensor(tensor: FakeTensor, spec: str) -> str:
     return format(tensor.detach().item() if tensor.dim() == 0 and spec else str(tensor), spec)
 
 

@@ -46,7 +46,7 @@ def group_patches(tensors: SimulatedTensors, groups: RealGroups | None) -> Itera
             continue
         real = _wrap_attribute_with_memory(attribute)
         if groups is not None and name == "__init__":
-            real = _wrap_mesh_init(real, groups)
+            real = _wrap_mesh_init_with_check(real, groups)
         if real is not None:
             yield mesh, name, _cache_meshes(real) if name in _MESHES_OF else real
     for name in _OBJECTS:
@@ -92,7 +92,7 @@ def _cache_meshes(make: Any) -> object:
     return staticmethod(run) if is_static else run
 
 
-def _wrap_mesh_init(init: Any, groups: RealGroups) -> Callable[..., None]:
+def _wrap_mesh_init_with_check(init: Any, groups: RealGroups) -> Callable[..., None]:
     @functools.wraps(init)
     def run(self: device_mesh.DeviceMesh, *args: object, **kwargs: object) -> None:
         init(self, *args, **kwargs)

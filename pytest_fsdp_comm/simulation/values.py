@@ -548,7 +548,7 @@ def mark_with_device(tensor: torch.Tensor, device: torch.device) -> None:
     """Mark the storage of a simulated tensor with a device."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     if isinstance(tensor, FakeTensor) and tensor.fake_device.type != "meta":
-        _attributes_with_mark(tensor)[_MARK] = device
+        _attributes_holding_mark(tensor)[_MARK] = device
         SimulatedTensors.has_marks = SimulatedTensors.has_cuda = True
 
 
@@ -557,15 +557,15 @@ def marked_device(tensor: torch.Tensor) -> torch.device | None:
     tensor = getattr(tensor, "_local_tensor", tensor)
     if not isinstance(tensor, FakeTensor):
         return None
-    return _attributes_with_mark(tensor).get(_MARK)
+    return _attributes_holding_mark(tensor).get(_MARK)
 
 
 def remove_device_mark(tensor: torch.Tensor) -> None:
     """Remove the mark of a simulated tensor, which then is on the CPU."""
-    _attributes_with_mark(tensor).pop(_MARK, None)
+    _attributes_holding_mark(tensor).pop(_MARK, None)
 
 
-def _attributes_with_mark(tensor: torch.Tensor) -> dict[str, Any]:
+def _attributes_holding_mark(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that hold a tensor's mark; a sparse tensor has no storage."""
     return memory.storage_attributes(tensor) if tensor.layout is torch.strided else vars(tensor)
 

@@ -135,7 +135,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
 
     def serialize(self, data: _Comparison, **_: Any) -> SnapshotText:
         """Merge all ranks' values into one snapshot; raise if they are empty or incomplete."""
-        profile = self._gather_profile(data)
+        profile = self._check_and_gather_profile(data)
         if isinstance(profile, CommProfile):
             check_completeness(profile, allowed=data.allowed)
             # If there is a file, compare with it, because the failure also explains that change.
@@ -162,7 +162,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
             )
         return text
 
-    def _gather_profile(self, data: _Comparison) -> Profile:
+    def _check_and_gather_profile(self, data: _Comparison) -> Profile:
         value, allow_empty = data.value, "empty" in data.allowed
         if hasattr(value, "merged_profile"):
             profile: CommProfile = value.merged_profile(allow_divergence=True)

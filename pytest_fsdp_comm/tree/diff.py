@@ -183,8 +183,8 @@ def compare_trees(
     has_units = any(new.units.values()) and not is_carried
     parameter_changes = partial(_describe_parameter_changes, has_units=has_units)
     problems = _TRAINING if not is_carried else tuple({*_TRAINING} - {_NOT_MANAGED})
-    removed = _drop_tied_names(old.parameters, new.parameters)
-    added = _drop_tied_names(new.parameters, old.parameters)
+    removed = _drop_names_tied_in_other_tree(old.parameters, new.parameters)
+    added = _drop_names_tied_in_other_tree(new.parameters, old.parameters)
     moves = _find_moved_parameters(removed, added)
     old_names = {moved: name for name, (moved, _) in moves.items()}
     names_of: defaultdict[str, list[str]] = defaultdict(list)
@@ -249,7 +249,7 @@ def _list_names_without_one_module(parameter: str) -> Iterator[tuple[str, str]]:
         yield ".".join(parts[:index] + parts[index + 1 :]), module
 
 
-def _drop_tied_names(
+def _drop_names_tied_in_other_tree(
     parameters: Mapping[str, ParameterFacts], others: Mapping[str, ParameterFacts]
 ) -> dict[str, ParameterFacts]:
     """Drop names that the other tree lists as tied with a parameter that both trees have."""

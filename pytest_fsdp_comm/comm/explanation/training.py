@@ -467,7 +467,7 @@ class _Training:
         old, new = (_count_activation_reductions(side, Phase.BACKWARD) for side in self.sides)
         # If all parameter gradients are still reduced, nothing was detached or frozen.
         is_trained = self.old.reduced.keys() == self.new.reduced.keys()
-        is_trained &= bool(self.old.reduced) or self._has_unchanged_flat_gradient_reductions()
+        is_trained &= bool(self.old.reduced) or self._has_unchanged_flat_reductions_by_user()
         for axis in old if is_trained else ():
             was, now = old[axis], new.get(axis, {})
             lost = was.keys() - now.keys()
@@ -478,7 +478,7 @@ class _Training:
                 for owner in lost:
                     yield owner, ("inputs", (axis,), "", "")
 
-    def _has_unchanged_flat_gradient_reductions(self) -> bool:
+    def _has_unchanged_flat_reductions_by_user(self) -> bool:
         """Whether user code reduces the same flat data after backward; False if there is none."""
         old, new = (
             {

@@ -139,7 +139,7 @@ class RankTemplate:
                 # Launched ranks are not killed after a failure, so this rank has to leave the
                 # group; otherwise its peers would keep waiting for it.
                 self._plugin.leave_group()
-            command = _report_end_and_await_command(channel, ended)
+            command = _finish_test_and_await_command(channel, ended)
             number += 1
         if isinstance(command, messages.EndTests):
             self._plugin.end_tests(item)
@@ -148,7 +148,7 @@ class RankTemplate:
             else:
                 self._run_exit_functions(item)
             # Report the end, then wait until the supervisor ends this process.
-            command = _report_end_and_await_command(channel, messages.TestsEnded())
+            command = _finish_test_and_await_command(channel, messages.TestsEnded())
         return command
 
     def _run_exit_functions(self, item: pytest.Item) -> None:
@@ -157,7 +157,7 @@ class RankTemplate:
         processes.run_finalizers()
 
 
-def _report_end_and_await_command(
+def _finish_test_and_await_command(
     channel: Channel[messages.RankCommand], ended: messages.TestEnded | messages.TestsEnded
 ) -> messages.RankCommand | None:
     save_coverage()
