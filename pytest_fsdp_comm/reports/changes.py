@@ -27,7 +27,13 @@ from pytest_fsdp_comm.reports.cost_lines import cost_lines
 from pytest_fsdp_comm.reports.explanation import Failure, Severity, Statement
 from pytest_fsdp_comm.text.fqn import expand, name_containers, natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-from pytest_fsdp_comm.text.words import join_first, show_count, show_nbytes, show_nbytes_change
+from pytest_fsdp_comm.text.words import (
+    itemsize,
+    join_first,
+    show_count,
+    show_nbytes,
+    show_nbytes_change,
+)
 from pytest_fsdp_comm.tree.diff import TreeChange, reverse_addition
 
 _MAX_CALLS: Final = 3
@@ -445,8 +451,8 @@ def _describe_row_change(before: Row | None, after: Row | None, times: str) -> s
         parts.append(f"{show_nbytes_change(old, new, unsized)} per rank")
     elif was != now and old and not any(unsized):
         parts.append("same bytes")
-    if before and after and (other_op := _describe_other_reduce_op(before, after)):
-        return f"{text}, {other_op}"
+    if before and after and (other := _describe_other_op_or_dtype(before, after)):
+        return ", ".join([*parts, other])
     is_other_kind = before and after and _collect_call_kinds(before) != _collect_call_kinds(after)
     if before and after and before.calls and (is_other_kind or (was, old) == (now, new)):
         removed, added = _show_calls_except(before, after), _show_calls_except(after, before)
@@ -468,12 +474,21 @@ def _describe_row_change(before: Row | None, after: Row | None, times: str) -> s
     return ", ".join(parts)
 
 
-def _describe_other_reduce_op(before: Row, after: Row) -> str:
-    """Return ``by sum instead of avg`` if nothing else differs, otherwise an empty string."""
-    old, new = ({calls.reduce_op or "sum" for calls in row.calls} for row in (before, after))
-    calls = [{replace(calls, reduce_op="") for calls in row.calls} for row in (before, after)]
-    is_only_change = calls[0] == calls[1] and len(old) == len(new) == 1
-    return f"by {new.pop()} instead of {old.pop()}" if is_only_change and old != new else ""
+def _describe_other_op_or_dtype(before: Row, after: Row) -> str:
+    """Return ``by sum instead of avg``, or ``in bfloat16 instead of float32``, if that is all."""
+    old, new = (
+        {
+            replace(calls, reduce_op="", dtype="", nbytes=calls.nbytes // itemsize(calls.dtype))
+            for calls in row.calls
+        }
+        for row in (before, after)
+    )
+    fields = {(calls.reduce_op or "sum", calls.dtype) for calls in before.calls}
+    new_fields = {(calls.reduce_op or "sum", calls.dtype) for calls in after.calls}
+    if old != new or len(fields) != 1 or len(new_fields) != 1:
+        return ""
+    pairs = zip(("by", "in"), fields.pop(), new_fields.pop(), strict=True)
+    return ", ".join(f"{word} {now} instead of {was}" for word, was, now in pairs if was != now)
 
 
 def _collect_call_kinds(amount: Row) -> set[Calls]:

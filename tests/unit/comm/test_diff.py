@@ -144,7 +144,7 @@ def calls(count=1, nbytes=64, dtype="float32", **changes):
         (
             [calls(dtype="float16")],
             [calls(dtype="bfloat16")],
-            "all_gather[dp] x1 of 64 B float16 -> x1 of 64 B bfloat16",
+            "all_gather[dp] x1, in bfloat16 instead of float16",
         ),
         # Sizes that cancel.
         (
@@ -176,6 +176,11 @@ def calls(count=1, nbytes=64, dtype="float32", **changes):
             [calls(reduce_op="avg"), calls(2, 32, reduce_op="avg")],
             [calls(), calls(2, 32)],
             "all_gather[dp] x3, by sum instead of avg",
+        ),
+        (
+            [calls(nbytes=64), calls(2, 32)],
+            [calls(nbytes=32, dtype="bfloat16"), calls(2, 16, dtype="bfloat16")],
+            "all_gather[dp] x3, 128 -> 64 B per rank, in bfloat16 instead of float32",
         ),
         # The size or another call differs, too.
         (
