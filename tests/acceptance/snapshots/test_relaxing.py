@@ -140,7 +140,7 @@ STILL = {
     "an axis": (
         'False, "tp"',
         'False, "dp"',
-        "down: all_reduce[dp] instead of all_reduce[tp] in forward, 7 more changes",
+        "(root): sharded over dp -> sharded over tp, 3 more changes",
     ),
 }  # fmt: skip
 
