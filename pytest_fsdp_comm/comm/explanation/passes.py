@@ -350,7 +350,7 @@ class PhaseUsed(Replaced):
             for owner, content in new.items()
             for key, rows in content.rows.items()
         ):
-            return f"{text}, or not in the way clip_grad_norm_ computes them"
+            return f"{text}, or computed otherwise, e.g. with another norm_type"
         how = "before zero_grad(), on the sharded parameters"
         return f"{text}: is clip_grad_norm_ still called, {how}?"
 

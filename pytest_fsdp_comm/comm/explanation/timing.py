@@ -9,8 +9,9 @@ from fractions import Fraction
 from typing import Literal, TypeAlias, get_args
 
 from pytest_fsdp_comm.comm.calls import UNTIMED, Calls
+from pytest_fsdp_comm.comm.events import Role
 from pytest_fsdp_comm.comm.explanation.evidence import list_gathers
-from pytest_fsdp_comm.comm.explanation.states import Owner, sort_owners
+from pytest_fsdp_comm.comm.explanation.states import Owner, role_of, sort_owners
 from pytest_fsdp_comm.comm.explanation.steps import Step
 from pytest_fsdp_comm.comm.explanation.words import name_with_phase
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
@@ -80,6 +81,10 @@ def find_timing_changes(
     """Compare the timing of rows that both profiles have, after applying the steps' renames."""
     rows = {(row.key, row.owner, row.ranks): row for row in new.collectives}
     num_units = [len({owner for owner, *_ in list_gathers(side)}) for side in (old, new)]
+    trained = [
+        {row.owner for row in side.collectives if role_of((row,)) == Role.GRADIENTS}
+        for side in (old, new)
+    ]
     by_change: defaultdict[tuple[Subject, RowKey, Shares, Shares], list[Owner]] = defaultdict(list)
     for row in old.collectives:
         owner, key = row.owner, row.key
@@ -94,6 +99,10 @@ def find_timing_changes(
             # With more or fewer units in between, the same gather is another distance ahead.
             is_prefetched = subject == "ahead" and before[0][0] and after[0][0]
             if before == after or (is_prefetched and num_units[0] != num_units[1]):
+                continue
+            # Backward may still gather a frozen unit ahead, and not use it.
+            is_frozen = row.owner in trained[0] and owner not in trained[1]
+            if subject == "ahead" and not after[-1][0] and is_frozen:
                 continue
             # If calls of one size were added or removed, the timing of others did not change.
             kinds = [_compute_timing_shares_by_kind(side, subject) for side in (row, now)]

@@ -474,8 +474,8 @@ def clipped(old, change="(_NormPartial(2.0))->(Replicate())"):
 
 GATHERED = "full_tensor() or redistribute()"
 OTHERWISE = (
-    "norms of gradients or weights are no longer computed, or not in the way clip_grad_norm_ "
-    "computes them"
+    "norms of gradients or weights are no longer computed, or computed otherwise, e.g. with "
+    "another norm_type"
 )
 
 

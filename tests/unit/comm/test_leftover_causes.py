@@ -560,3 +560,19 @@ def test_gather_that_left_recomputation_is_no_checkpointing():
     lines = told(step([FORWARD, Phase.RECOMPUTE]), step([FORWARD]))
     assert not any("recomputation no longer" in line for line in lines)
     assert any("in recompute: all_gather[dp] 1 -> 0" in line for line in lines)
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_frozen_unit_is_not_called_unprefetched(is_frozen):
+    """Backward may still gather it ahead; it only has no use for it."""
+
+    def step(*kept, ahead):
+        gathers = [
+            row(phase, "embed", "all_gather", 1_024, "parameters", ahead=distance)
+            for phase, distance in ((FORWARD, 0), (BACKWARD, ahead))
+        ]
+        return [*unit("layers.0"), *gathers, *kept]
+
+    reduced = row(BACKWARD, "embed", "reduce_scatter", 1_024, "gradients")
+    lines = told(step(reduced, ahead=1), step(*([] if is_frozen else [reduced]), ahead=0))
+    assert any("no longer prefetched" in line for line in lines) is not is_frozen
