@@ -312,7 +312,11 @@ class Reduced(_GradientStep):
         if not self.is_by_more:
             return f"{gradients} {how} reduced ({operations}){gathers}"
         old, new = recordings.states
-        has_kept = any(old[unit].reductions.keys() & new[unit].reductions for unit in self.owners)
+        has_kept = any(
+            new[unit].row(key) == rows
+            for unit in self.owners
+            for key, rows in old[unit].reductions.items()
+        )
         how += " also" if self.is_added and has_kept else ""
         return f"{gradients} {how} reduced by {operations}{gathers}"
 

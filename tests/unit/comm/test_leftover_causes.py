@@ -576,3 +576,14 @@ def test_frozen_unit_is_not_called_unprefetched(is_frozen):
     reduced = row(BACKWARD, "embed", "reduce_scatter", 1_024, "gradients")
     lines = told(step(reduced, ahead=1), step(*([] if is_frozen else [reduced]), ahead=0))
     assert any("no longer prefetched" in line for line in lines) is not is_frozen
+
+
+@pytest.mark.parametrize(("kept", "word"), [(2, "now also reduced"), (1, "now reduced")])
+def test_gradients_are_also_reduced_if_nothing_was_lost(kept, word):
+    """Of a weight and a bias; the weight may now be reduced to one rank instead."""
+    old = [row(OUTSIDE, "q", "all_reduce", 64, "gradients", count=2)]
+    new = row(OUTSIDE, "q", "all_reduce", 64, "gradients", count=kept)
+    to_owner = row(OUTSIDE, "q", "reduce", 64, "gradients")
+    assert any(
+        f"gradients of q {word} by reduce[dp]" in line for line in told(old, [new, to_owner])
+    )
