@@ -136,32 +136,27 @@ def evaluation_and_a_parameter_gathered_for_logging(changed):
     return of(units(Decoder()), run)
 
 
-@regression(worlds=(8, 8), is_reversible=True)
-def three_axes_replicas_reduced_for_each_micro_batch(changed):
+def three_axes_micro_batches(*, reduce_each, all_reduce_each):
     axes = mesh(replicate=2, shard=2, tp=2)
     model = sharded(axes={"tp": axes["tp"], "dp": axes["replicate", "shard"]})
 
     def run():
-        for number in range(2):
-            model.set_requires_all_reduce(changed or number == 1)
+        for is_last in (False, True):
+            model.set_requires_gradient_sync(reduce_each or is_last)
+            model.set_requires_all_reduce(all_reduce_each or is_last)
             step(model)
 
     return model, run
+
+
+@regression(worlds=(8, 8), is_reversible=True)
+def three_axes_replicas_reduced_for_each_micro_batch(changed):
+    return three_axes_micro_batches(reduce_each=True, all_reduce_each=changed)
 
 
 @regression(worlds=(8, 8), is_reversible=True)
 def three_axes_only_the_all_reduce_is_deferred(changed):
-    axes = mesh(replicate=2, shard=2, tp=2)
-    model = sharded(axes={"tp": axes["tp"], "dp": axes["replicate", "shard"]})
-
-    def run():
-        for number in range(2):
-            is_last = number == 1
-            model.set_requires_gradient_sync(changed or is_last)
-            model.set_requires_all_reduce(is_last)
-            step(model)
-
-    return model, run
+    return three_axes_micro_batches(reduce_each=changed, all_reduce_each=False)
 
 
 @regression(worlds=(8, 8), is_reversible=True)
