@@ -202,10 +202,11 @@ class Counts(GlobalStep):
                     matches = _make_phase_matcher(Phase[self.scope.name])
                     where = f" {name_phase(Phase[self.scope.name])}"
                 # A step with forward and backward needs no kinds.
-                phases = {key.phase for key, _ in _list_new_matching_calls(matches, recordings)}
+                sent = [*_list_new_matching_calls(matches, recordings)]
+                phases = {key.phase for key, _ in sent}
                 is_step = {Phase.FORWARD, Phase.BACKWARD} <= phases
                 kinds = "" if is_step else _describe_matching_kinds(matches, recordings)
-                roles = {call.role for _, call in _list_new_matching_calls(matches, recordings)}
+                roles = {call.role for _, call in sent}
                 noun = "gradient reductions" if roles == {Role.GRADIENTS} else "calls"
                 calls = f"all {noun}{where}{kinds}"
                 return self._describe_call_factor(calls, matches, recordings)

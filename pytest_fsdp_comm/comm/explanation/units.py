@@ -141,10 +141,7 @@ class Sharded(Replaced):
 
     def describe(self, recordings: Recordings) -> str:
         who = name_modules(self.owners)
-        old, new = (
-            {key.axis for owner in self.owners for key in state[owner].gathers[Phase.FORWARD]}
-            for state in recordings.states
-        )
+        old, new = (_collect_gather_axes(state, self.owners) for state in recordings.states)
         if old and new:
             # They were sharded before, but another step reports the old axes.
             return (
@@ -182,7 +179,7 @@ class ShardedElsewhere(Replaced):
     def describe(self, recordings: Recordings) -> str:
         (old, old_reduced), (new, new_reduced) = (
             (
-                {key.axis for owner in self.owners for key in state[owner].gathers[Phase.FORWARD]},
+                _collect_gather_axes(state, self.owners),
                 {key.axis for owner in self.owners for key in state[owner].reductions if key.axis},
             )
             for state in recordings.states
@@ -190,6 +187,10 @@ class ShardedElsewhere(Replaced):
         before = _describe_axes(old, old_reduced - old - new_reduced, recordings.old_axes)
         after = _describe_axes(new, new_reduced - new - old_reduced, {})
         return f"{name_modules(self.owners)}: {before} -> {after}"
+
+
+def _collect_gather_axes(state: State, owners: Iterable[Owner]) -> set[str]:
+    return {key.axis for owner in owners for key in state[owner].gathers[Phase.FORWARD]}
 
 
 def _describe_axes(sharded: set[str], replicated: set[str], names: Mapping[str, str]) -> str:
